@@ -1,0 +1,75 @@
+// SPDX-License-Identifier: Apache-2.0
+// Where the scaling state lives: per device, slots and rings at fixed addresses, in chunks that never move and are
+// never given back, outside PyTorch's caching allocator (whose pools a CUDA graph may own). Bookkeeping is on the host,
+// all values are on the device.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <mutex>
+#include <vector>
+
+#include "slot.h"
+
+namespace octavo {
+
+// How to get memory on a type of device. The CPU's is built in; the CUDA half registers its own when it is loaded.
+struct DeviceMemory {
+  void* (*allocate)(std::size_t bytes, c10::Device device);  // zeroed, never freed
+  bool (*is_capturing)(c10::Device device);                  // the current stream records a CUDA graph
+};
+void register_device_memory(c10::DeviceType type, DeviceMemory memory);
+
+class Arena {
+ public:
+  // The arena of a device, made on first use. Throws where this build has no kernels for the device.
+  static Arena& of(c10::Device device);
+  // The arenas made so far.
+  static std::vector<Arena*> all();
+
+  explicit Arena(c10::Device device);
+
+  struct Handle {
+    int32_t slot;
+    int32_t generation;
+  };
+  // A clean slot. Throws while a CUDA graph is being captured: the cleaning would be replayed with it.
+  Handle take_slot();
+  void free_slot(Handle handle) noexcept;
+
+  // Three rings of `history_len` floats each, as a position in the pool; contents undefined.
+  int32_t take_rings(int64_t history_len);
+  void free_rings(int32_t ring, int64_t history_len) noexcept;
+
+  ArenaView view();
+  c10::Device device() const { return device_; }
+
+  // int32 words of a slot / floats of its rings, as tensors over the arena's own memory.
+  at::Tensor slot_words(int32_t slot);
+  at::Tensor ring_floats(int32_t ring, int64_t history_len);
+  // Some tensor of the arena, to dispatch on its device with.
+  at::Tensor anchor() { return slot_words(0); }
+
+  int64_t slots_in_use();
+  int64_t bytes();
+
+ private:
+  Slot* grow_to_slot(int32_t slot);
+  int32_t bump_floats(int64_t count);
+  void refuse_capture() const;
+
+  const c10::Device device_;
+  const DeviceMemory memory_;
+  std::mutex mutex_;
+  ArenaView view_ = {};
+  int64_t bytes_ = 0;
+  int64_t next_float_ = 0;
+  int32_t next_generation_ = 1;
+  std::vector<int32_t> free_slots_;
+  std::map<int64_t, std::vector<int32_t>> free_rings_;  // by length
+};
+
+}  // namespace octavo

@@ -1,0 +1,178 @@
+// SPDX-License-Identifier: Apache-2.0
+// aten::linear at three kinds of keys, for CPU and CUDA:
+//   Autograd*  what nn.Linear and F.linear reach
+//   CPU, CUDA  below autograd: inference_mode, and calls from inside other autograd kernels
+//   Autocast*  in front of torch.autocast's own casts: there the operands are still the user's, so state stays with the
+//              parameter, and float32 is quantised directly instead of by way of bf16
+// Outside a region each does what PyTorch does without Octavo.
+#include "aten_linear.h"
+
+#include <ATen/FuncTorchTLS.h>
+#include <ATen/autocast_mode.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/linear.h>
+#include <ATen/ops/linear_native.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <octavo/linear.h>
+#include <torch/library.h>
+
+#include <mutex>
+
+#include "fp8_linear.h"
+#include "linear_state.h"
+#include "region.h"
+#include "report.h"
+
+namespace octavo {
+namespace {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+// Set while a linear that was turned down goes on to PyTorch's implementation, which may come by here again.
+thread_local bool turned_down = false;
+struct TurnedDown {
+  TurnedDown() { turned_down = true; }
+  ~TurnedDown() { turned_down = false; }
+};
+
+bool is_half(at::ScalarType dtype) { return dtype == at::kBFloat16 || dtype == at::kHalf; }
+
+bool any_of_operands(const Tensor& x, const Tensor& w, const OptionalTensor& bias, auto&& predicate) {
+  return predicate(x) || predicate(w) || (bias && bias->defined() && predicate(*bias));
+}
+
+// Calls that F.linear itself refuses, or that are no linear as we know it: PyTorch's own words for those.
+bool is_well_formed(const Tensor& x, const Tensor& w, const OptionalTensor& bias) {
+  if (x.dim() < 1 || w.dim() < 1 || w.dim() > 2 || x.size(-1) != w.size(-1)) return false;
+  const auto device = x.device();
+  return !any_of_operands(x, w, bias, [&](const Tensor& t) { return t.device() != device || !t.is_floating_point(); });
+}
+
+// The type that the products have outside the region; nullopt where the operands' types do not fit together.
+std::optional<at::ScalarType> compute_type(const Tensor& x, const Tensor& w, const OptionalTensor& bias,
+                                           std::optional<at::ScalarType> autocast) {
+  const auto type_of = [&](const Tensor& t) {
+    return autocast && t.scalar_type() != at::kDouble ? *autocast : t.scalar_type();
+  };
+  const auto compute = type_of(x);
+  if (any_of_operands(x, w, bias, [&](const Tensor& t) { return type_of(t) != compute; })) return std::nullopt;
+  return compute;
+}
+
+Outcome decide(const Region& region, const Tensor& x, const Tensor& w, const OptionalTensor& bias,
+               at::ScalarType compute) {
+  if (any_of_operands(x, w, bias, [](const Tensor& t) {
+        return t.key_set().has_any(c10::python_ks) || t.key_set().has(c10::DispatchKey::FuncTorchGradWrapper) ||
+               t.key_set().has(c10::DispatchKey::FuncTorchBatched);
+      }))
+    return at::functorch::functorchTLSAccessor() ? Outcome::kTransform : Outcome::kSubclass;
+  if (any_of_operands(x, w, bias, [](const Tensor& t) { return t.layout() != at::kStrided; })) return Outcome::kLayout;
+  if (any_of_operands(x, w, bias, [](const Tensor& t) { return t._fw_grad(0).defined(); })) return Outcome::kForwardAd;
+  if (region.excludes(w)) return Outcome::kExcluded;
+  if (compute == at::kFloat && !region.include_float32) return Outcome::kFloat32;
+  if (compute != at::kFloat && !is_half(compute)) return Outcome::kDtype;
+  if (w.dim() == 1) return Outcome::kWeight1d;
+  if (bias && bias->defined() && (bias->dim() != 1 || bias->size(0) != w.size(0))) return Outcome::kBiasShape;
+  if (x.numel() == 0 || w.numel() == 0) return Outcome::kEmpty;
+  return region.policy.kind == ScalingKind::kDynamic || can_hold_state(w) ? Outcome::kFp8 : Outcome::kFp8Stateless;
+}
+
+void count_call(const Tensor& x, const Tensor& w, Outcome outcome) {
+  const int64_t k = x.size(-1), n = w.dim() == 2 ? w.size(0) : 1;
+  int64_t m = 1;
+  for (int64_t i = 0; i + 1 < x.dim(); ++i) m *= x.size(i);
+  count(m, n, k, outcome);
+}
+
+bool is_fp8(Outcome outcome) { return outcome == Outcome::kFp8 || outcome == Outcome::kFp8Stateless; }
+
+// A compiler that traces a model inside the region (on fake tensors, all of them do) would record bf16 products.
+void refuse_tracing() {
+  using c10::impl::TorchDispatchModeKey;
+  TORCH_CHECK(!c10::impl::TorchDispatchModeTLS::get_mode(TorchDispatchModeKey::FAKE),
+              "octavo: torch.compile (or another tracer) reached a linear inside an FP8 region, which is not supported "
+              "yet: it would silently run in bf16; call the model uncompiled, or outside of the region");
+}
+
+// The FP8 result, or undefined where PyTorch's implementation shall run.
+Tensor try_fp8(const Tensor& x, const Tensor& w, const OptionalTensor& bias, std::optional<at::ScalarType> autocast) {
+  if (turned_down) return {};
+  const auto region = active_region();
+  if (!region || !is_well_formed(x, w, bias)) return {};
+  refuse_tracing();
+  const auto compute = compute_type(x, w, bias, autocast);
+  if (!compute) return {};
+  const auto outcome = decide(*region, x, w, bias, *compute);
+  count_call(x, w, outcome);
+  return is_fp8(outcome) ? fp8_linear(x, w, bias, *compute, *region) : Tensor();
+}
+
+Tensor linear_autograd(const Tensor& x, const Tensor& w, const OptionalTensor& bias) {
+  if (auto y = try_fp8(x, w, bias, std::nullopt); y.defined()) return y;
+  return at::native::linear(x, w, bias);
+}
+
+template <c10::DeviceType device>
+Tensor linear_autocast(const Tensor& x, const Tensor& w, const OptionalTensor& bias) {
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(
+      at::autocast::get_autocast_dispatch_key_from_device_type(device));
+  const auto dtype = at::autocast::get_lower_precision_fp_from_device_type(device);
+  if (auto y = try_fp8(x, w, bias, dtype); y.defined()) return y;
+  const TurnedDown guard;
+  return at::linear(at::autocast::cached_cast(dtype, x, device), at::autocast::cached_cast(dtype, w, device),
+                    at::autocast::cached_cast(dtype, bias, device));
+}
+
+// PyTorch warns that a kernel of its own (the Autocast keys') is replaced: that is what is meant here.
+class ExpectedOverride final : public c10::WarningHandler {
+ public:
+  void process(const c10::Warning& warning) override {
+    if (warning.msg().find("Overriding a previously registered kernel") == std::string::npos) before_->process(warning);
+  }
+
+ private:
+  c10::WarningHandler* before_ = c10::WarningUtils::get_warning_handler();
+};
+
+void register_at(c10::DispatchKey key, Tensor (*kernel)(const Tensor&, const Tensor&, const OptionalTensor&)) {
+  // Kept for ever: a kernel must outlive the last call of it.
+  auto* library = new torch::Library(torch::Library::IMPL, "aten", key, __FILE__, __LINE__);
+  library->impl("linear", kernel);
+}
+
+}  // namespace
+
+void intercept_aten_linear() {
+  static std::once_flag once;
+  std::call_once(once, [] {
+    ExpectedOverride handler;
+    const c10::WarningUtils::WarningHandlerGuard guard(&handler);
+    for (const auto key :
+         {c10::DispatchKey::AutogradCPU, c10::DispatchKey::CPU, c10::DispatchKey::AutogradCUDA, c10::DispatchKey::CUDA})
+      register_at(key, &linear_autograd);
+    register_at(c10::DispatchKey::AutocastCPU, &linear_autocast<c10::DeviceType::CPU>);
+    register_at(c10::DispatchKey::AutocastCUDA, &linear_autocast<c10::DeviceType::CUDA>);
+  });
+}
+
+Tensor linear(const Tensor& x, const Tensor& w, const OptionalTensor& bias) {
+  auto region = active_region();
+  if (!region) {
+    static const auto recipe = std::make_shared<DelayedScaling>();
+    region = std::make_shared<Region>(recipe, AutocastOptions{});
+  }
+  TORCH_CHECK(is_well_formed(x, w, bias), "octavo::linear: x ", x.sizes(), " and w ", w.sizes(),
+              " must be floating point matrices on one device with equal last dimensions");
+  const auto compute = compute_type(x, w, bias, std::nullopt);
+  TORCH_CHECK(compute, "octavo::linear: x, w and bias must have one dtype, not ", x.scalar_type(), " and ",
+              w.scalar_type());
+  const auto outcome = decide(*region, x, w, bias, *compute);
+  count_call(x, w, outcome);
+  if (outcome == Outcome::kEmpty) return at::native::linear(x, w, bias);
+  TORCH_CHECK(is_fp8(outcome), "octavo::linear: x ", x.sizes(), " ", x.scalar_type(), " and w ", w.sizes(),
+              " cannot run in FP8: ", describe(outcome));
+  return fp8_linear(x, w, bias, *compute, *region);
+}
+
+}  // namespace octavo

@@ -1,0 +1,95 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <c10/util/Exception.h>
+
+#include <atomic>
+
+#include "aten_linear.h"
+#include "region.h"
+
+namespace octavo {
+namespace {
+
+using c10::DebugInfoKind;
+using c10::ThreadLocalDebugInfo;
+
+// A kind that PyTorch does not use. The enum has a fixed underlying type, so every value of it is valid.
+constexpr auto kRegionKind = static_cast<DebugInfoKind>(0xF8);
+
+std::atomic<std::shared_ptr<Region>>& default_region() {
+  static auto* instance = new std::atomic<std::shared_ptr<Region>>;
+  return *instance;
+}
+
+// The kind on top of this thread's stack, one of PyTorch's own.
+DebugInfoKind top_kind() {
+  for (int kind = 0; kind < 256; ++kind) {
+    const auto candidate = static_cast<DebugInfoKind>(kind);
+    if (!ThreadLocalDebugInfo::get(candidate)) continue;
+    try {
+      ThreadLocalDebugInfo::_peek(candidate);
+      return candidate;
+    } catch (const c10::Error&) {  // present, but further down
+    }
+  }
+  TORCH_CHECK(false, "octavo: the FP8 region is left on another thread, or in another order, than it was entered");
+}
+
+}  // namespace
+
+Region::Region(std::shared_ptr<const Recipe> with, const AutocastOptions& options)
+    : enabled(options.enabled),
+      recipe(std::move(with)),
+      format(options.format),
+      types(operand_types(options.format)),
+      policy(policy_of(recipe, options.format)),
+      products(recipe->options().products),
+      include_float32(options.include_float32),
+      excluded_(options.exclude) {
+  for (const auto& weight : excluded_) identities_.insert(weight.unsafeGetTensorImpl());
+}
+
+bool Region::excludes(const at::Tensor& weight) const {
+  if (identities_.empty()) return false;
+  return identities_.contains(weight.unsafeGetTensorImpl()) ||
+         (weight.is_view() && identities_.contains(weight._base().unsafeGetTensorImpl()));
+}
+
+void push_region(const std::shared_ptr<Region>& region) {
+  intercept_aten_linear();
+  ThreadLocalDebugInfo::_push(kRegionKind, region);
+}
+
+void pop_region(const std::shared_ptr<Region>& region) {
+  // PyTorch's stack is strict, and a profiler begun inside the region may still lie on top: lift it, and put it back.
+  std::vector<std::pair<DebugInfoKind, std::shared_ptr<c10::DebugInfoBase>>> lifted;
+  while (ThreadLocalDebugInfo::current()) {
+    const auto kind = top_kind();
+    auto info = ThreadLocalDebugInfo::_pop(kind);
+    if (info == region) break;
+    lifted.emplace_back(kind, std::move(info));
+  }
+  for (auto it = lifted.rbegin(); it != lifted.rend(); ++it) ThreadLocalDebugInfo::_push(it->first, it->second);
+}
+
+std::shared_ptr<Region> active_region() {
+  if (auto* top = static_cast<Region*>(ThreadLocalDebugInfo::get(kRegionKind)))
+    return top->enabled ? top->shared_from_this() : nullptr;
+  return default_region().load();
+}
+
+void set_default_region(std::shared_ptr<Region> region) {
+  if (region) intercept_aten_linear();
+  default_region().store(std::move(region));
+}
+
+Autocast::Autocast(std::shared_ptr<const Recipe> recipe, const AutocastOptions& options) {
+  TORCH_CHECK(recipe != nullptr, "octavo: the recipe of an Autocast must not be null");
+  region_ = std::make_shared<Region>(std::move(recipe), options);
+  push_region(region_);
+}
+
+Autocast::~Autocast() { pop_region(region_); }
+
+bool is_autocast_enabled() { return active_region() != nullptr; }
+
+}  // namespace octavo

@@ -1,0 +1,227 @@
+// SPDX-License-Identifier: Apache-2.0
+// Note [Three products, six operands]
+//   forward  y[M, N]  = x[M, K] w[N, K]^T     the row copies of x and w
+//   dgrad    dx[M, K] = dy[M, N] w[N, K]      the row copy of dy, the transposed copy of w
+//   wgrad    dw[N, K] = dy[M, N]^T x[M, K]    the transposed copies of dy and x
+// Hopper's FP8 tensor cores want both operands contiguous along the contraction, hence the transposed copies. x is read
+// once, in forward, and only its transposed FP8 copy (one byte an element) is kept for wgrad; w is kept by autograd as
+// it is, and quantised again in backward with the step that forward used; dy is read once, for both gradients, the bias
+// gradient, and the amax.
+#include "fp8_linear.h"
+
+#include <ATen/Functions.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/linear_native.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/basic_ops.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/saved_variable.h>
+
+#include "linear_state.h"
+#include "ops/primitives.h"
+
+namespace octavo {
+namespace {
+
+using at::Tensor;
+using torch::autograd::SavedVariable;
+using torch::autograd::variable_list;
+
+bool in_fp8(Precision precision) { return precision != Precision::kHigh; }
+bool fast(Precision precision) { return precision == Precision::kFast; }
+
+Tensor as_matrix(const Tensor& x) { return x.dim() == 2 ? x : x.reshape({-1, x.size(-1)}); }
+
+at::DimVector with_last(at::IntArrayRef sizes, int64_t last) {
+  at::DimVector result(sizes);
+  result.back() = last;
+  return result;
+}
+
+// What forward makes for backward.
+struct Saved {
+  Tensor x;     // wgrad's operand: the transposed FP8 copy, or x itself; undefined if wgrad is not wanted
+  Tensor tape;  // undefined if nothing was quantised
+};
+
+ops::StepSource step_source(const ScalingPolicy& policy) {
+  return policy.kind == ScalingKind::kDynamic ? ops::StepSource::kAmax : ops::StepSource::kHistory;
+}
+
+struct Forward {
+  const Tensor& x;
+  const Tensor& w;
+  const std::optional<Tensor>& bias;
+  at::ScalarType compute;
+  const Region& region;
+  bool needs_dx;
+  bool needs_dw;
+
+  // The 2-D result, and what backward needs.
+  std::pair<Tensor, Saved> run() const {
+    const auto& products = region.products;
+    const bool x_row = in_fp8(products.forward), x_col = needs_dw && in_fp8(products.wgrad);
+    const bool w_row = in_fp8(products.forward), w_step = w_row || (needs_dx && in_fp8(products.dgrad));
+    const auto x2 = as_matrix(x);
+    Saved saved;
+    Tensor y;
+    ops::Quantized xq, wq;
+    if (x_row || x_col || w_step) {
+      const auto slot = slot_of(w, region.policy, needs_dx || needs_dw);
+      saved.tape = ops::new_tape(x, slot.slot, slot.generation, slot.ring, region.policy.id);
+      if (x_row || x_col) xq = quantize(x2, saved.tape, kX, {.row = x_row, .col = x_col});
+      if (w_step) wq = quantize(w, saved.tape, kW, {.row = w_row});
+    }
+    const auto b = bias ? std::optional(bias->to(compute)) : std::nullopt;
+    if (in_fp8(products.forward)) {
+      y = ops::mm(xq.row, wq.row, saved.tape, ops::tape_word(kX), saved.tape, ops::tape_word(kW), b, x2.size(0),
+                  w.size(0), compute, fast(products.forward));
+    } else {
+      y = at::native::linear(x2.to(compute), w.to(compute), b);  // not at::linear, which would come back to us
+    }
+    if (needs_dw) saved.x = x_col ? xq.col : x2.to(compute);
+    return {std::move(y), std::move(saved)};
+  }
+
+  ops::Quantized quantize(const Tensor& matrix, const Tensor& tape, Operand operand, const ops::Wanted& wanted) const {
+    return ops::quantize_operand(matrix, tape, operand, step_source(region.policy), region.policy.id,
+                                 region.types.type[operand], wanted);
+  }
+};
+
+// The type and shape of an input, to give its gradient the same.
+struct Like {
+  at::ScalarType dtype;
+  at::DimVector sizes;
+};
+
+const char* const kOnceDifferentiable =
+    "octavo: an FP8 linear can be differentiated only once (its backward runs on quantised values, which have no "
+    "derivative); leave this layer out of the region with exclude=, or compute the second derivative outside of it";
+
+class Fp8LinearBackward final : public torch::autograd::Node {
+ public:
+  Fp8LinearBackward(const Forward& call, const Saved& saved)
+      : w_(call.needs_dx ? call.w : Tensor(), false),
+        x_(saved.x, false),
+        tape_(saved.tape, false),
+        x_like_{call.x.scalar_type(), at::DimVector(call.x.sizes())},
+        w_like_{call.w.scalar_type(), at::DimVector(call.w.sizes())},
+        bias_dtype_(call.bias ? call.bias->scalar_type() : call.compute),
+        compute_(call.compute),
+        policy_(call.region.policy),
+        types_(call.region.types),
+        products_(call.region.products) {}
+
+  std::string name() const override { return "Fp8LinearBackward"; }
+
+  variable_list apply(variable_list&& grads) override {
+    std::lock_guard lock(mutex_);
+    const bool again = at::GradMode::is_enabled();
+    variable_list result(3);
+    if (grads[0].defined()) {
+      at::AutoDispatchBelowADInplaceOrView below_autograd;
+      result = backward(as_matrix(grads[0]));
+    }
+    return again && grads[0].defined() ? differentiable_once(std::move(result), grads[0]) : result;
+  }
+
+  void release_variables() override {
+    std::lock_guard lock(mutex_);
+    w_.reset_data();
+    x_.reset_data();
+    tape_.reset_data();
+  }
+
+ private:
+  variable_list backward(const Tensor& dy) {
+    const auto self = shared_from_this();
+    const bool dx = task_should_compute_output(0), dw = task_should_compute_output(1),
+               db = task_should_compute_output(2);
+    const bool dx_fp8 = dx && in_fp8(products_.dgrad), dw_fp8 = dw && in_fp8(products_.wgrad);
+    const auto tape = tape_.unpack(self);
+    const auto x = x_.unpack(self);
+    const auto w = w_.unpack(self);
+
+    Tensor grad_tape;
+    ops::Quantized dyq;
+    // Also where only the bias learns: g's history goes on, for when more does again.
+    if (tape.defined() && (in_fp8(products_.dgrad) || in_fp8(products_.wgrad))) {
+      grad_tape = ops::new_gradient_tape(tape);
+      dyq = ops::quantize_operand(
+          dy, grad_tape, kG, step_source(policy_), policy_.id, types_.type[kG],
+          {.row = dx_fp8, .col = dw_fp8, .column_sums = db ? std::optional(bias_dtype_) : std::nullopt});
+    }
+    if (tape.defined() && policy_.kind != ScalingKind::kDynamic)
+      ops::record(tape, grad_tape.defined() ? std::optional(grad_tape) : std::nullopt, policy_.id);
+
+    variable_list result(3);
+    if (dx) result[0] = dx_fp8 ? dgrad(dyq.row, grad_tape, w, tape, dy.size(0)) : high(dy, w).to(x_like_.dtype);
+    if (dw) result[1] = dw_fp8 ? wgrad(dyq.col, grad_tape, x, tape) : high(dy.t(), x).to(w_like_.dtype);
+    if (dx) result[0] = result[0].view(x_like_.sizes);
+    if (db) result[2] = grad_tape.defined() ? dyq.column_sums : dy.sum(0, false, at::kFloat).to(bias_dtype_);
+    return result;
+  }
+
+  Tensor dgrad(const Tensor& dy_row, const Tensor& grad_tape, const Tensor& w, const Tensor& tape, int64_t m) const {
+    const auto wq =
+        ops::quantize_operand(w, tape, kW, ops::StepSource::kTaped, policy_.id, types_.type[kW], {.col = true});
+    return ops::mm(dy_row, wq.col, grad_tape, ops::tape_word(kG), tape, ops::tape_word(kW), {}, m, w_like_.sizes[1],
+                   x_like_.dtype, fast(products_.dgrad));
+  }
+
+  Tensor wgrad(const Tensor& dy_col, const Tensor& grad_tape, const Tensor& x_col, const Tensor& tape) const {
+    return ops::mm(dy_col, x_col, grad_tape, ops::tape_word(kG), tape, ops::tape_word(kX), {}, w_like_.sizes[0],
+                   w_like_.sizes[1], w_like_.dtype, fast(products_.wgrad));
+  }
+
+  Tensor high(const Tensor& a, const Tensor& b) const { return at::mm(a.to(compute_), b.to(compute_)); }
+
+  // With create_graph: the gradients are right, and differentiating them, with respect to whatever they depend on, is
+  // an error.
+  variable_list differentiable_once(variable_list&& result, const Tensor& dy) const {
+    auto edges = next_edges();
+    edges.push_back(torch::autograd::impl::gradient_edge(dy));
+    auto error = std::make_shared<torch::autograd::Error>(kOnceDifferentiable, std::move(edges));
+    for (auto& grad : result)
+      if (grad.defined()) torch::autograd::set_history(grad, error);
+    return std::move(result);
+  }
+
+  SavedVariable w_;
+  SavedVariable x_;
+  SavedVariable tape_;
+  const Like x_like_;
+  const Like w_like_;
+  const at::ScalarType bias_dtype_;
+  const at::ScalarType compute_;
+  const ScalingPolicy policy_;
+  const OperandTypes types_;
+  const Products products_;
+};
+
+}  // namespace
+
+Tensor fp8_linear(const Tensor& x, const Tensor& w, const std::optional<Tensor>& bias, at::ScalarType compute,
+                  const Region& region) {
+  const auto b = bias && bias->defined() ? bias : std::nullopt;
+  const bool grad = at::GradMode::is_enabled();
+  const bool needs_dx = grad && x.requires_grad(), needs_dw = grad && w.requires_grad();
+  const bool needs_db = grad && b && b->requires_grad();
+  const Forward call{x, w, b, compute, region, needs_dx, needs_dw};
+  Tensor y;
+  Saved saved;
+  {
+    at::AutoDispatchBelowADInplaceOrView below_autograd;
+    std::tie(y, saved) = call.run();
+    y = y.view(with_last(x.sizes(), w.size(0)));
+  }
+  if (needs_dx || needs_dw || needs_db) {
+    auto node = std::make_shared<Fp8LinearBackward>(call, saved);
+    node->set_next_edges(torch::autograd::collect_next_edges(x, w, b ? *b : Tensor()));
+    torch::autograd::set_history(y, node);
+  }
+  return y;
+}
+
+}  // namespace octavo

@@ -1,0 +1,60 @@
+// SPDX-License-Identifier: Apache-2.0
+// Which slot a weight has. The parameter owns its state: a hook of ours that does nothing, in the leaf's AutogradMeta,
+// holds it, so that it moves with the parameter and dies with it; nothing is looked up by an address.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "arena.h"
+#include "policy.h"
+
+namespace octavo {
+
+struct SlotRef {
+  int32_t slot = -1;  // -1: stateless, every use takes the tensor's own amax
+  int32_t generation = 0;
+  int32_t ring = 0;
+};
+
+// The slot of a weight under a policy, made on first use. Stateless: dynamic scaling, and weights that are neither a
+// leaf nor a view of one. `trains` counts the uses that a backward may follow.
+SlotRef slot_of(const at::Tensor& weight, const ScalingPolicy& policy, bool trains);
+
+// Whether a weight can hold state: it is a leaf, or a view of one.
+bool can_hold_state(const at::Tensor& weight);
+
+// State as plain CPU tensors: scale, pending, seeded (float32, float32, bool; [3] for x, w, g), history float32
+// [3, history_len], oldest first, and the policy's key. Reads the device.
+struct StateTensors {
+  at::Tensor scale;
+  at::Tensor pending;
+  at::Tensor seeded;
+  at::Tensor history;
+  std::string policy;
+};
+std::optional<StateTensors> read_state(const at::Tensor& weight);
+// Replaces the weight's state, making one if there is none. Throws, changing nothing, where `state` cannot be one.
+void write_state(const at::Tensor& weight, const StateTensors& state);
+
+// The optimizer `owner` (never 0) steps these parameters; those of another one only if it is to take them over. Returns
+// how many have changed hands.
+int64_t claim(at::TensorList parameters, int64_t owner, bool take_over);
+// That optimizer is gone: its parameters belong to none.
+void release(int64_t owner);
+// How many states were ever made: where it has not moved, there is nothing new to claim.
+int64_t states_made();
+// Empties every state; the slots stay with their parameters.
+void reset_states();
+
+// After an optimizer's step (owner 0: everybody's): records become history, policies give new steps.
+void advance_states(int64_t owner, const std::optional<at::Tensor>& found_inf);
+
+// For policies outside the library: per device, the slots that have used this policy.
+std::vector<at::Tensor> slots_using(const ScalingPolicy& policy);
+
+}  // namespace octavo

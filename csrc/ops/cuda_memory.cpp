@@ -1,0 +1,34 @@
+// SPDX-License-Identifier: Apache-2.0
+// Memory for the arena on a GPU: straight from the driver, outside PyTorch's caching allocator and so outside every
+// CUDA graph's pool.
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGraphsC10Utils.h>
+#include <c10/cuda/CUDAGuard.h>
+
+#include "../arena.h"
+
+namespace octavo::ops {
+namespace {
+
+void* allocate(std::size_t bytes, c10::Device device) {
+  const c10::cuda::CUDAGuard guard(device);
+  void* memory = nullptr;
+  C10_CUDA_CHECK(cudaMalloc(&memory, bytes));
+  // On the default stream and waited for: other streams may use the chunk at once. Once a chunk, never in a capture.
+  C10_CUDA_CHECK(cudaMemset(memory, 0, bytes));
+  C10_CUDA_CHECK(cudaDeviceSynchronize());
+  return memory;
+}
+
+bool is_capturing(c10::Device device) {
+  const c10::cuda::CUDAGuard guard(device);
+  return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
+}
+
+[[maybe_unused]] const bool registered = [] {
+  register_device_memory(c10::kCUDA, {&allocate, &is_capturing});
+  return true;
+}();
+
+}  // namespace
+}  // namespace octavo::ops

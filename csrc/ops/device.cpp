@@ -1,0 +1,29 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "device.h"
+
+#include <c10/util/Exception.h>
+
+#include <atomic>
+
+namespace octavo::ops {
+namespace {
+
+std::atomic<bool> emulated = false;
+std::atomic<std::string (*)(c10::Device)> cuda_support = nullptr;
+
+}  // namespace
+
+std::string fp8_support(c10::Device device) {
+  if (device.is_cpu()) return "emulated";
+  const auto support = cuda_support.load();
+  TORCH_CHECK(device.is_cuda() && support, "octavo: this build has no kernels for ", device.type(),
+              " devices; rebuild it with CUDA (`make build CUDA=1`), or run this part of the model outside the region");
+  return support(device);
+}
+
+void set_emulated(bool on) { emulated = on; }
+bool is_emulated() { return emulated; }
+
+void register_fp8_support(std::string (*support)(c10::Device)) { cuda_support = support; }
+
+}  // namespace octavo::ops

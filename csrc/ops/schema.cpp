@@ -1,0 +1,48 @@
+// SPDX-License-Identifier: Apache-2.0
+// Every op of the library, with what it does: the table of contents of csrc/ops. Kernels: cpu.cpp (the executable
+// specification), cuda.cpp, meta.cpp (shapes and types alone), public.cpp (ops made of other ops), control.cpp.
+#include <torch/library.h>
+
+TORCH_LIBRARY(octavo, m) {
+  // ---- Public: the kernel interface (include/octavo/ops.h). Every scale is a quantisation step, float32, one element.
+  // q = cast(x / scale), x's shape, contiguous; amax: 0-d float32, the largest finite |x|.
+  m.def("quantize(Tensor x, Tensor scale, ScalarType dtype) -> (Tensor q, Tensor amax)");
+  // a[M, K] b[N, K]^T * scale_a * scale_b + bias; out_scale (a step) goes with, and only with, an E4M3 output.
+  m.def(
+      "mm_fp8(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? bias=None, ScalarType out_dtype=bfloat16, "
+      "Tensor? out_scale=None, bool fast_accumulation=False) -> Tensor");
+  m.def(
+      "linear_forward_fp8(Tensor x, Tensor w, Tensor? bias, Tensor scale_x, Tensor scale_w, ScalarType dtype) -> "
+      "(Tensor out, Tensor amax_x, Tensor amax_w)");
+  // masks: which of the gradients of x, w and bias are wanted; the others come back as None.
+  m.def(
+      "linear_backward_fp8(Tensor g, Tensor x, Tensor w, bool[3] masks, Tensor scale_g, Tensor scale_w, "
+      "Tensor scale_x, ScalarType dtype, ScalarType operand_dtype=float8_e4m3fn) -> "
+      "(Tensor grad_x, Tensor grad_w, Tensor grad_b, Tensor amax_g)");
+
+  // ---- Internal: one kernel each per device, put together in fp8_linear.cpp. Tapes are int32 tensors (slot.h).
+  // A forward's tape on like's device: amaxes 0, the slot's coordinates (slot < 0: stateless), and the steps of its
+  // three operands under this policy, 0 where there is no history.
+  m.def("_new_tape(Tensor like, int slot, int generation, int ring, int policy) -> Tensor");
+  // What backward begins with: one TapedOperand, with g's step out of the forward's tape.
+  m.def("_new_gradient_tape(Tensor tape) -> Tensor");
+  // The row-major and the transposed FP8 copy of x[rows, cols], zero-padded to multiples of 16, and column sums, each
+  // if asked for, else an empty tensor. Step, amax and a non-finite flag go into `taped` (the part of it that is
+  // `operand`'s). source: ops::StepSource; policy: id of a ScalingPolicy, for the formula.
+  m.def(
+      "_quantize_operand(Tensor x, Tensor(a!) taped, int operand, int source, int policy, "
+      "ScalarType dtype, bool row, bool col, ScalarType? column_sums) -> (Tensor row, Tensor col, Tensor sums)");
+  // The product of two padded copies, cropped to [m, n]; scales are float32 words at a position in an int32 tape.
+  m.def(
+      "_mm(Tensor a, Tensor b, Tensor scale_a, int word_a, Tensor scale_b, int word_b, Tensor? bias, int m, int n, "
+      "ScalarType out_dtype, bool fast_accumulation) -> Tensor");
+  // Backward's record of what was measured, into the arena: pending = max(pending, amax), for x, w and g.
+  m.def("_record(Tensor tape, Tensor? gradient, int policy) -> ()");
+  // After an optimizer's step, over the whole arena of anchor's device: pending amaxes enter the rings, policies give
+  // new steps. owner 0: all slots. found_inf: one float32, not 0: nothing happens.
+  m.def("_advance(Tensor anchor, int owner, Tensor? found_inf) -> ()");
+  // Custom policies: rings oldest first [slots, 3, history_len], which of them want a new step [slots, 3]; and the
+  // answer. Returns how many steps were refused (not finite and positive), int32 [1].
+  m.def("_gather_rings(Tensor slots, int policy) -> (Tensor amax, Tensor due)");
+  m.def("_apply_steps(Tensor slots, Tensor due, Tensor steps, int policy) -> Tensor");
+}

@@ -1,0 +1,44 @@
+// SPDX-License-Identifier: Apache-2.0
+// The region in force. It lives in c10::ThreadLocalDebugInfo, which PyTorch carries to the threads that run a backward,
+// so that what is recomputed there (activation checkpointing) is recomputed in FP8.
+#pragma once
+
+#include <c10/util/ThreadLocalDebugInfo.h>
+#include <octavo/autocast.h>
+
+#include <cstdint>
+#include <memory>
+#include <unordered_set>
+#include <vector>
+
+#include "policy.h"
+
+namespace octavo {
+
+struct Region final : c10::DebugInfoBase, std::enable_shared_from_this<Region> {
+  Region(std::shared_ptr<const Recipe> recipe, const AutocastOptions& options);
+  bool excludes(const at::Tensor& weight) const;
+
+  bool enabled;
+  std::shared_ptr<const Recipe> recipe;
+  Fp8Format format;
+  OperandTypes types;
+  ScalingPolicy policy;
+  Products products;
+  bool include_float32;
+
+ private:
+  std::vector<at::Tensor> excluded_;  // keeps them alive, so that their identity stays theirs
+  std::unordered_set<const c10::TensorImpl*> identities_;
+};
+
+void push_region(const std::shared_ptr<Region>& region);
+// Takes `region` off this thread's stack, also from below what others have put on top of it since.
+void pop_region(const std::shared_ptr<Region>& region);
+
+// The region of this thread, else the process-wide one; null where nothing runs in FP8.
+std::shared_ptr<Region> active_region();
+// The process-wide region that holds where a thread has none of its own; null for off.
+void set_default_region(std::shared_ptr<Region> region);
+
+}  // namespace octavo

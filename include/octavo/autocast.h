@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: Apache-2.0
+// The region in which linears run in FP8.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <octavo/export.h>
+#include <octavo/recipe.h>
+
+#include <memory>
+#include <vector>
+
+namespace octavo {
+
+struct AutocastOptions {
+  bool enabled = true;  // false: a region in which nothing runs in FP8, whatever surrounds it
+  Fp8Format format = Fp8Format::HYBRID;
+  std::vector<at::Tensor> exclude = {};  // weights whose linears stay as they are
+  bool include_float32 = false;          // also linears whose operands are float32
+};
+
+struct Region;
+
+// Every eligible linear that this thread calls while the guard lives runs in FP8, and so does its backward wherever
+// that is called. Nests; the innermost counts, and inherits nothing.
+//
+//   octavo::Autocast guard;                                       // DelayedScaling
+//   octavo::Autocast guard(std::make_shared<octavo::DynamicScaling>());
+class OCTAVO_API Autocast {
+ public:
+  explicit Autocast(std::shared_ptr<const Recipe> recipe = std::make_shared<DelayedScaling>(),
+                    const AutocastOptions& options = {});
+  ~Autocast();
+  Autocast(const Autocast&) = delete;
+  Autocast& operator=(const Autocast&) = delete;
+
+ private:
+  std::shared_ptr<Region> region_;
+};
+
+// Whether linears of this thread run in FP8 here.
+OCTAVO_API bool is_autocast_enabled();
+
+}  // namespace octavo
