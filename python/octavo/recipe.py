@@ -1,0 +1,297 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recipes: how amaxes become quantisation steps, and which of a linear's three products run in FP8.
+
+A *step* is what a quantised value is multiplied with to get the value back: x ~ q * step.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import struct
+from typing import Any
+
+import torch
+
+
+class FP8Format(enum.Enum):
+    """HYBRID: E4M3 for inputs and weights, E5M2 (more range, less precision) for gradients."""
+
+    E4M3 = "e4m3"
+    E5M2 = "e5m2"
+    HYBRID = "hybrid"
+
+    def fwd(self) -> FP8Format:
+        """The format of inputs and weights, in forward and in backward."""
+        return FP8Format.E5M2 if self is FP8Format.E5M2 else FP8Format.E4M3
+
+    def bwd(self) -> FP8Format:
+        """The format of the gradients of outputs."""
+        return FP8Format.E4M3 if self is FP8Format.E4M3 else FP8Format.E5M2
+
+
+#: The largest finite value of a format, by FP8Format or by its name.
+FP8_MAX: dict[FP8Format | str, float] = {
+    FP8Format.E4M3: 448.0,
+    FP8Format.E5M2: 57344.0,
+    "e4m3": 448.0,
+    "e5m2": 57344.0,
+}
+
+_UNSET: Any = object()  # stands for the class attribute of that name
+_PRECISIONS = ("fast", "accurate", "high")
+_MAX_HISTORY = 65536
+_MAX_MARGIN = 64.0
+
+
+def parse_format(fp8_format: FP8Format | str, argument: str = "fp8_format") -> FP8Format:
+    """The FP8Format of a name or of itself; ValueError otherwise."""
+    try:
+        return FP8Format(fp8_format)
+    except ValueError:
+        names = ", ".join(repr(f.value) for f in FP8Format)
+        raise ValueError(f"octavo: {argument} must be one of {names}, not {fp8_format!r}") from None
+
+
+def check_history(history_len: Any, argument: str = "history_len") -> int:
+    if isinstance(history_len, bool) or not isinstance(history_len, int):
+        raise TypeError(f"octavo: {argument} must be an int, not {history_len!r}")
+    if not 1 <= history_len <= _MAX_HISTORY:
+        raise ValueError(f"octavo: {argument} must be 1 to {_MAX_HISTORY}, not {history_len}")
+    return history_len
+
+
+def check_margin(margin: Any) -> float:
+    if isinstance(margin, bool) or not isinstance(margin, (int, float)):
+        raise TypeError(f"octavo: margin must be a number, not {margin!r}")
+    if not (math.isfinite(margin) and abs(margin) <= _MAX_MARGIN):
+        raise ValueError(f"octavo: margin must be -{_MAX_MARGIN:g} to {_MAX_MARGIN:g}, not {margin!r}")
+    return float(margin)
+
+
+def _check_precision(product: str, precision: Any) -> str:
+    if precision not in _PRECISIONS:
+        raise ValueError(f"octavo: {product} must be one of {', '.join(map(repr, _PRECISIONS))}, not {precision!r}")
+    return precision
+
+
+class _FrozenWhenMade(type):
+    """Closes an object against changes once its __init__, however deep the subclass, is through."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        made = super().__call__(*args, **kwargs)
+        object.__setattr__(made, "_frozen", True)
+        return made
+
+
+class FP8Recipe(metaclass=_FrozenWhenMade):
+    """A scaling policy. Subclass it and override `scale_from_history` to bring one of your own.
+
+    Recipes are immutable once made, compared by value (the class and every attribute, as their repr shows them), and
+    hashable.
+
+    Args:
+        history_len: optimizer steps in the amax window, 1 to 65536.
+        margin: headroom in powers of two; the built-in formula multiplies the step with 2**margin.
+        power_of_two: the built-in formula rounds steps up to powers of two.
+        forward, dgrad, wgrad: how a product runs: y = x w^T, dx = dy w, dw = dy^T x. "fast": FP8 with Hopper's shorter
+            accumulator; "accurate": FP8, accumulated in float32; "high": not FP8, in the operands' 16-bit dtype.
+
+    A subclass that takes arguments of its own sets them as attributes in its __init__; one that does not call this has
+    the defaults, which it may also override as class attributes.
+    """
+
+    history_len: int = 16
+    margin: float = 0.0
+    power_of_two: bool = False
+    forward: str = "fast"
+    dgrad: str = "accurate"
+    wgrad: str = "accurate"
+
+    #: True: `scale_from_history` gets the windows of many slots at once, [slots, history_len], and returns [slots].
+    batched = False
+
+    def __init__(
+        self,
+        history_len: int = _UNSET,
+        margin: float = _UNSET,
+        *,
+        power_of_two: bool = _UNSET,
+        forward: str = _UNSET,
+        dgrad: str = _UNSET,
+        wgrad: str = _UNSET,
+    ) -> None:
+        given = {
+            "history_len": history_len,
+            "margin": margin,
+            "power_of_two": power_of_two,
+            "forward": forward,
+            "dgrad": dgrad,
+            "wgrad": wgrad,
+        }
+        for name, value in given.items():
+            if value is not _UNSET:
+                setattr(self, name, check_margin(value) if name == "margin" else value)
+        self._check()
+
+    def _check(self) -> None:
+        check_history(self.history_len)
+        check_margin(self.margin)
+        if not isinstance(self.power_of_two, bool):
+            raise TypeError(f"octavo: power_of_two must be a bool, not {self.power_of_two!r}")
+        for product in ("forward", "dgrad", "wgrad"):
+            _check_precision(product, getattr(self, product))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self.__dict__.get("_frozen"):
+            raise AttributeError(f"octavo: recipes are immutable; make a new {type(self).__name__} to change {name!r}")
+        object.__setattr__(self, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"octavo: recipes are immutable; {name!r} cannot be deleted")
+
+    def scale_from_history(self, amax: torch.Tensor, fmt: FP8Format) -> torch.Tensor:
+        """The quantisation step from the amax window. *The* place to plug in a policy.
+
+        Called after each optimizer step, for every slot (the x, w or g of one linear) that measured something. The
+        result is the final step, which is only clamped to [2**-126, 2**126]; one that is not finite and positive
+        leaves the old step, with a warning. Must not wait for the device (no .item()).
+
+        Args:
+            amax: float32 [history_len], oldest first, always full, on the device of the linear; with `batched`,
+                [slots, history_len].
+            fmt: FP8Format.E4M3 or FP8Format.E5M2, the format of that operand.
+
+        Returns:
+            float32, one element; with `batched`, [slots].
+        """
+        raise NotImplementedError(f"octavo: {type(self).__name__} must override scale_from_history(amax, fmt)")
+
+    def _step(self, amax: torch.Tensor, fmt: FP8Format) -> torch.Tensor:
+        """The built-in formula: (amax / FP8_MAX) * 2**margin, clamped, rounded up to a power of two if asked."""
+        maximum = torch.full_like(amax, FP8_MAX[fmt])  # a GPU would multiply with the reciprocal of a scalar
+        step = (amax / maximum) * _float32(2.0**self.margin)
+        step = step.clamp(2.0**-126, 2.0**126)
+        if self.power_of_two:
+            step = ((step.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+        return torch.where(amax == 0, torch.ones_like(step), step)
+
+    def _values(self) -> dict[str, Any]:
+        options = {name: getattr(self, name) for name in FP8Recipe.__annotations__}
+        return {name: value for name, value in sorted({**options, **vars(self)}.items()) if name != "_frozen"}
+
+    def _products(self) -> list[str]:
+        return [self.forward, self.dgrad, self.wgrad]
+
+    def _kind(self) -> str:
+        return "custom"
+
+    def _identity(self) -> str:
+        """What the policy is, as text, without the products, which scale nothing."""
+        values = {k: v for k, v in self._values().items() if k not in ("forward", "dgrad", "wgrad")}
+        described = ", ".join(f"{name}={value!r}" for name, value in values.items())
+        return f"{type(self).__module__}.{type(self).__qualname__}({described})"
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, FP8Recipe):
+            return NotImplemented
+        return type(self) is type(other) and repr(self) == repr(other)
+
+    def __hash__(self) -> int:
+        return hash((type(self), repr(self)))
+
+    def __repr__(self) -> str:
+        described = ", ".join(f"{name}={value!r}" for name, value in self._values().items())
+        return f"{type(self).__name__}({described})"
+
+
+def _float32(value: float) -> float:
+    return struct.unpack("f", struct.pack("f", value))[0]
+
+
+class DelayedScaling(FP8Recipe):
+    """The step from the amaxes of the last `history_len` optimizer steps, known before the tensor is.
+
+    Args:
+        algorithm: "max", the largest amax of the window, or "most_recent", that of the last step.
+        others: as FP8Recipe.
+    """
+
+    batched = True
+
+    def __init__(
+        self,
+        history_len: int = 16,
+        margin: float = 0,
+        *,
+        algorithm: str = "max",
+        power_of_two: bool = False,
+        forward: str = "fast",
+        dgrad: str = "accurate",
+        wgrad: str = "accurate",
+    ) -> None:
+        super().__init__(history_len, margin, power_of_two=power_of_two, forward=forward, dgrad=dgrad, wgrad=wgrad)
+        if algorithm not in ("max", "most_recent"):
+            raise ValueError(f"octavo: algorithm must be 'max' or 'most_recent', not {algorithm!r}")
+        self.algorithm = algorithm
+
+    def scale_from_history(self, amax: torch.Tensor, fmt: FP8Format) -> torch.Tensor:
+        return self._step(amax.amax(-1) if self.algorithm == "max" else amax[..., -1], fmt)
+
+    def _kind(self) -> str:
+        return self.algorithm if _is_builtin(self, DelayedScaling) else "custom"
+
+
+class DynamicScaling(FP8Recipe):
+    """The step from the tensor's own amax ("current scaling"): one more read of each tensor, and no state."""
+
+    batched = True
+
+    def __init__(
+        self,
+        margin: float = 0,
+        *,
+        power_of_two: bool = False,
+        forward: str = "fast",
+        dgrad: str = "accurate",
+        wgrad: str = "accurate",
+    ) -> None:
+        super().__init__(1, margin, power_of_two=power_of_two, forward=forward, dgrad=dgrad, wgrad=wgrad)
+
+    def scale_from_history(self, amax: torch.Tensor, fmt: FP8Format) -> torch.Tensor:
+        return self._step(amax[..., -1], fmt)
+
+    def _kind(self) -> str:
+        return "dynamic" if _is_builtin(self, DynamicScaling) else "custom"
+
+
+def _is_builtin(recipe: FP8Recipe, cls: type[FP8Recipe]) -> bool:
+    """Whether the library's own code computes the steps: nobody has overridden the policy."""
+    return type(recipe).scale_from_history is cls.scale_from_history
+
+
+_BY_NAME = {
+    "delayed": DelayedScaling,
+    "current": DynamicScaling,
+    "dynamic": DynamicScaling,
+    "tensorwise": DynamicScaling,
+}
+
+
+def parse_recipe(recipe: FP8Recipe | str) -> FP8Recipe:
+    """The recipe of a name that configs use, or the recipe itself; one clear error for anything else."""
+    if isinstance(recipe, FP8Recipe):
+        recipe._check()  # a subclass may not have called FP8Recipe.__init__
+        return recipe
+    if isinstance(recipe, str):
+        if recipe not in _BY_NAME:
+            names = ", ".join(map(repr, _BY_NAME))
+            raise ValueError(f"octavo: recipe must be an octavo.FP8Recipe or one of {names}, not {recipe!r}")
+        return _BY_NAME[recipe]()
+    cls = type(recipe)
+    if cls.__module__.partition(".")[0] in ("transformer_engine", "torchao"):
+        raise TypeError(
+            f"octavo: recipe is a {cls.__module__}.{cls.__qualname__}, another library's; use octavo.DelayedScaling() "
+            "or octavo.DynamicScaling() (TransformerEngine's current scaling). Scales are steps here."
+        )
+    raise TypeError(f"octavo: recipe must be an octavo.FP8Recipe or a name, not {recipe!r}")
