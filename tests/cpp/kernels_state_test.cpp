@@ -1,0 +1,220 @@
+// SPDX-License-Identifier: Apache-2.0
+// The life of a slot: tape, record, advance, custom recipes.
+#include "kernels_state.h"
+
+#include <limits>
+#include <vector>
+
+namespace octavo::testing {
+namespace {
+
+TEST_F(State, AFreshTape) {
+  const Tape tape = tape_[0].one();
+  for (const TapedOperand& operand : tape.operand) {
+    EXPECT_EQ(operand.scale, 0.0f);
+    EXPECT_EQ(operand.amax, 0.0f);
+    EXPECT_EQ(operand.nonfinite, 0);
+  }
+  EXPECT_EQ(tape.slot, kIndex);
+  EXPECT_EQ(tape.generation, kGeneration);
+  EXPECT_EQ(tape.ring, kRing);
+}
+
+TEST_F(State, RecordKeepsTheLargest) {
+  record(kWindow, 3.0f, 5.0f, 7.0f);
+  record(kWindow, 2.0f, 6.0f, 0.0f);
+  record(kWindow, 3.0f, 5.0f, 100.0f, /*g_nonfinite=*/1);
+  const Slot slot = read();
+  EXPECT_EQ(slot.policy.id, kWindow.id);
+  EXPECT_EQ(slot.policy.history_len, kWindow.history_len);
+  EXPECT_EQ(slot.policy.fp8_max[kG], 57344.0f);
+  EXPECT_EQ(slot.ring, kRing);
+  EXPECT_EQ(slot.operand[kX].pending, 3.0f);
+  EXPECT_EQ(slot.operand[kW].pending, 6.0f);
+  EXPECT_EQ(slot.operand[kG].pending, 7.0f);
+
+  kernels::record(tape(), nullptr, kWindow, arena_, stream_);
+  EXPECT_EQ(read().operand[kG].pending, 7.0f);
+}
+
+TEST_F(State, RecordLeavesASlotOfAnotherGenerationAlone) {
+  put({.generation = kGeneration + 1});
+  record(kWindow, 3.0f, 5.0f, 7.0f);
+  EXPECT_EQ(read().policy.id, 0);
+  EXPECT_EQ(read().operand[kX].pending, 0.0f);
+}
+
+TEST_F(State, DynamicScalingRecordsNothing) {
+  record(policy_of(9, ScalingKind::kDynamic, 0), 3.0f, 5.0f, 7.0f);
+  EXPECT_EQ(read().policy.id, 0);
+}
+
+TEST_F(State, AnotherPolicyEmptiesTheRings) {
+  record(kWindow, 3.0f, 5.0f, 7.0f);
+  advance();
+  record(kWindow, 9.0f, 9.0f, 9.0f);
+  record(policy_of(8, ScalingKind::kMostRecent, 2), 1.0f, 0.0f, 2.0f);
+  const Slot slot = read();
+  EXPECT_EQ(slot.policy.id, 8);
+  EXPECT_EQ(slot.policy.history_len, 2);
+  for (const OperandState& operand : slot.operand) {
+    EXPECT_EQ(operand.seeded, 0);
+    EXPECT_EQ(operand.due, 0);
+    EXPECT_EQ(operand.cursor, 0);
+  }
+  EXPECT_EQ(slot.operand[kX].pending, 1.0f);
+  EXPECT_EQ(slot.operand[kW].pending, 0.0f);
+  EXPECT_EQ(slot.operand[kG].pending, 2.0f);
+}
+
+TEST_F(State, TheWindowMoves) {
+  record(kWindow, 8.0f, 1.0f, 1.0f);
+  advance();  // fills the ring with 8
+  expect_scale(kX, 8.0f, kWindow);
+  for (const float amax : {3.0f, 2.0f, 1.0f}) {
+    record(kWindow, amax, 0.0f, 0.0f);
+    advance();
+    expect_scale(kX, 8.0f, kWindow);
+  }
+  record(kWindow, 1.5f, 0.0f, 0.0f);
+  advance();  // the last 8 is gone
+  expect_scale(kX, 3.0f, kWindow);
+  expect_scale(kW, 1.0f, kWindow);  // nothing pending: as it was
+  EXPECT_EQ(read().operand[kX].pending, 0.0f);
+  advance();
+  expect_scale(kX, 3.0f, kWindow);
+}
+
+TEST_F(State, ALongWindow) {
+  const ScalingPolicy policy = policy_of(11, ScalingKind::kWindowMax, 100);
+  record(policy, 50.0f, 1.0f, 1.0f);
+  advance();
+  for (int i = 0; i < 99; ++i) {
+    record(policy, 1.0f, 0.0f, 0.0f);
+    advance();
+  }
+  expect_scale(kX, 50.0f, policy);
+  record(policy, 1.0f, 0.0f, 0.0f);
+  advance();
+  expect_scale(kX, 1.0f, policy);
+}
+
+TEST_F(State, MostRecent) {
+  ScalingPolicy policy = policy_of(12, ScalingKind::kMostRecent, 1);
+  policy.multiplier = 2.0f;
+  policy.power_of_two = 1;
+  for (const float amax : {8.0f, 3.0f, 5.0f}) {
+    record(policy, amax, amax, amax);
+    advance();
+    for (const int32_t operand : {kX, kW, kG}) expect_scale(operand, amax, policy);
+  }
+}
+
+TEST_F(State, AnOptimizerAdvancesItsOwnSlotsAndThoseOfNone) {
+  const auto advances = [&](int32_t owner, int32_t optimizer) {
+    put({.owner = owner});
+    record(kWindow, 3.0f, 5.0f, 7.0f);
+    advance(optimizer);
+    return read().operand[kX].seeded != 0;
+  };
+  EXPECT_TRUE(advances(0, 0));
+  EXPECT_TRUE(advances(0, 2));
+  EXPECT_TRUE(advances(2, 2));
+  EXPECT_TRUE(advances(2, 0));
+  EXPECT_FALSE(advances(2, 1));
+}
+
+TEST_F(State, AStepMadeEmptyAdvancesNothing) {
+  Buffer<float> found_inf(std::vector<float>{1.0f});
+  record(kWindow, 3.0f, 5.0f, 7.0f);
+  kernels::advance(arena_, 0, found_inf.get(), stream_);
+  EXPECT_EQ(read().operand[kX].seeded, 0);
+  EXPECT_EQ(read().operand[kX].pending, 3.0f);
+  found_inf.write({0.0f});
+  kernels::advance(arena_, 0, found_inf.get(), stream_);
+  EXPECT_EQ(read().operand[kX].seeded, 1);
+}
+
+class Custom : public State {
+ protected:
+  const ScalingPolicy policy_ = policy_of(20, ScalingKind::kCustom, 3);
+
+  void gather() {
+    const std::vector<int32_t> indices = {kIndex, 2};  // the second was never in use
+    slot_indices_.clear();
+    slot_indices_.emplace_back(indices);
+    Buffer<float> amax(2 * kOperands * 3);
+    Buffer<int32_t> due(2 * kOperands);
+    kernels::gather_rings(arena_, policy_, slot_indices_[0].get(), 2, amax.get(), due.get(), stream_);
+    amax_ = amax.read();
+    due_ = due.read();
+  }
+  // Gives all three operands a step; returns how many were rejected.
+  int32_t apply(float x, float w, float g) {
+    Buffer<float> steps(std::vector<float>{x, w, g, 1.0f, 1.0f, 1.0f});
+    Buffer<int32_t> due(due_), rejected(1);
+    kernels::apply_steps(arena_, policy_, slot_indices_[0].get(), 2, due.get(), steps.get(), rejected.get(), stream_);
+    return rejected.one();
+  }
+  void TearDown() override {
+    slot_indices_.clear();
+    State::TearDown();
+  }
+
+  std::vector<Buffer<int32_t>> slot_indices_;
+  std::vector<float> amax_;
+  std::vector<int32_t> due_;
+};
+
+TEST_F(Custom, TheRingComesOldestFirst) {
+  record(policy_, 4.0f, 5.0f, 0.0f);
+  advance();
+  record(policy_, 1.0f, 0.0f, 0.0f);
+  advance();
+  record(policy_, 2.0f, 0.0f, 0.0f);
+  advance();
+  gather();
+  EXPECT_EQ(std::vector<float>(amax_.begin(), amax_.begin() + 6), (std::vector<float>{4, 1, 2, 5, 5, 5}));
+  EXPECT_EQ(due_, (std::vector<int32_t>{1, 1, 0, 0, 0, 0}));
+  record(policy_, 3.0f, 0.0f, 0.0f);
+  advance();
+  gather();
+  EXPECT_EQ(std::vector<float>(amax_.begin(), amax_.begin() + 3), (std::vector<float>{1, 2, 3}));
+}
+
+TEST_F(Custom, StepsAreTakenClampedOrRejected) {
+  const float nan = std::numeric_limits<float>::quiet_NaN(), inf = std::numeric_limits<float>::infinity();
+  record(policy_, 4.0f, 5.0f, 6.0f);
+  advance();
+  gather();
+  EXPECT_EQ(apply(0.25f, 1e-45f, 3e38f), 0);
+  EXPECT_EQ(read().operand[kX].scale, 0.25f);
+  EXPECT_EQ(read().operand[kW].scale, 0x1p-126f);
+  EXPECT_EQ(read().operand[kG].scale, 0x1p126f);
+  for (const OperandState& operand : read().operand) EXPECT_EQ(operand.due, 0);
+
+  gather();
+  EXPECT_EQ(apply(9.0f, 9.0f, 9.0f), 0);  // none is due
+  EXPECT_EQ(read().operand[kX].scale, 0.25f);
+
+  record(policy_, 4.0f, 5.0f, 6.0f);
+  advance();
+  gather();
+  EXPECT_EQ(apply(nan, inf, -1.0f), 3);
+  EXPECT_EQ(read().operand[kX].scale, 0.25f);  // the old ones stay
+  EXPECT_EQ(read().operand[kW].scale, 0x1p-126f);
+  EXPECT_EQ(read().operand[kG].scale, 0x1p126f);
+}
+
+TEST_F(Custom, WithoutAnyStepTheFormulaHolds) {
+  record(policy_, 4.0f, 5.0f, 6.0f);
+  advance();
+  gather();
+  EXPECT_EQ(apply(0.0f, -0.0f, std::numeric_limits<float>::quiet_NaN()), 3);
+  expect_scale(kX, 4.0f, policy_);
+  expect_scale(kW, 5.0f, policy_);
+  expect_scale(kG, 6.0f, policy_);
+}
+
+}  // namespace
+}  // namespace octavo::testing
