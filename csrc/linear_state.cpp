@@ -22,9 +22,6 @@ constexpr std::size_t kMaxViews = 256;     // states of the slices of one parame
 constexpr int64_t kStepsNeverTaken = 256;  // training forwards of one weight after which a missing step() is told
 
 constexpr int64_t word(std::size_t offset) { return static_cast<int64_t>(offset / sizeof(int32_t)); }
-constexpr int64_t operand_word(int64_t operand, std::size_t offset) {
-  return word(offsetof(Slot, operand)) + operand * word(sizeof(OperandState)) + word(offset);
-}
 
 struct LinearState {
   explicit LinearState(Arena& in, int64_t owned_by) : arena(&in), handle(in.take_slot()) {
@@ -190,8 +187,12 @@ std::optional<StateTensors> read_state(const at::Tensor& weight) {
   std::memcpy(&slot, words.const_data_ptr(), sizeof slot);
   if (slot.policy.id == 0) return std::nullopt;
 
-  StateTensors out{at::ones({kOperands}), at::zeros({kOperands}), at::zeros({kOperands}, at::kBool),
-                   at::zeros({kOperands, slot.policy.history_len}), policy_key(slot.policy.id)};
+  StateTensors out{at::ones({kOperands}),
+                   at::zeros({kOperands}),
+                   at::zeros({kOperands}, at::kBool),
+                   at::zeros({kOperands, slot.policy.history_len}),
+                   policy_key(slot.policy.id),
+                   at::zeros({kOperands}, at::kInt)};
   const auto rings = state.arena->ring_floats(slot.ring, slot.policy.history_len).cpu();
   // Written as they are: fill_ goes by way of a double, and would lose a subnormal where those are flushed.
   for (int64_t i = 0; i < kOperands; ++i) {
@@ -200,6 +201,7 @@ std::optional<StateTensors> read_state(const at::Tensor& weight) {
     if (!operand.seeded) continue;
     out.seeded.mutable_data_ptr<bool>()[i] = true;
     out.scale.mutable_data_ptr<float>()[i] = operand.scale;
+    out.clipped.mutable_data_ptr<int32_t>()[i] = operand.clipped;
     out.history[i].copy_(oldest_first(rings[i], operand.cursor));
   }
   return out;
@@ -227,7 +229,7 @@ void write_state(const at::Tensor& weight, const StateTensors& state) {
   slot.ring = linear->ring_of(policy.history_len);
   slot.policy = policy;
   for (int64_t i = 0; i < kOperands; ++i)
-    slot.operand[i] = {scale[i].item<float>(), pending[i].item<float>(), 0, seeded[i].item<bool>(), 0};
+    slot.operand[i] = {scale[i].item<float>(), pending[i].item<float>(), 0, seeded[i].item<bool>(), 0, 0};
   linear->arena->ring_floats(slot.ring, policy.history_len).copy_(state.history);
   auto words = at::empty({word(sizeof slot)}, at::kInt);
   std::memcpy(words.mutable_data_ptr(), &slot, sizeof slot);

@@ -36,6 +36,8 @@ struct StateTensors {
   at::Tensor seeded;
   at::Tensor history;
   std::string policy;
+  at::Tensor clipped =
+      {};  // int32 [3], steps whose amax went past the scale in force; read only, not part of the state
 };
 std::optional<StateTensors> read_state(const at::Tensor& weight);
 // Replaces the weight's state, making one if there is none. Throws, changing nothing, where `state` cannot be one.

@@ -78,8 +78,8 @@ at::Tensor round_up_to_power_of_two(const at::Tensor& step) {
   return step.view(at::kInt).add(0x7fffff).bitwise_and(0x7f800000).view(at::kFloat);
 }
 
-// numerics: step = (amax / FP8_MAX) * 2^margin, clamped, rounded up if asked; 1 for amax 0. Divided by a tensor, since a
-// GPU multiplies with the reciprocal of a scalar.
+// numerics: step = (amax / FP8_MAX) * 2^margin, clamped, rounded up if asked; 1 for amax 0. Divided by a tensor, since
+// a GPU multiplies with the reciprocal of a scalar.
 at::Tensor step_from_amax(const at::Tensor& amax, Fp8Format format, const RecipeOptions& options) {
   const float max = fp8_max(format == Fp8Format::E5M2 ? at::kFloat8_e5m2 : at::kFloat8_e4m3fn);
   auto step = amax.div(at::full_like(amax, max)).mul(static_cast<float>(std::exp2(options.margin)));

@@ -29,12 +29,16 @@ struct ScalingPolicy {
 };
 
 struct OperandState {
-  float scale;     // the step in force; meaningless while `seeded` is 0
-  float pending;   // the largest amax recorded since the last advance; 0: nothing recorded
-  int32_t cursor;  // where the ring's next entry goes, which is also its oldest one
-  int32_t seeded;  // 0: the ring is empty
-  int32_t due;     // custom policies: the ring moved, and the recipe has yet to give the step
+  float scale;      // the step in force; meaningless while `seeded` is 0
+  float pending;    // the largest amax recorded since the last advance; 0: nothing recorded
+  int32_t cursor;   // where the ring's next entry goes, which is also its oldest one
+  int32_t seeded;   // 0: the ring is empty
+  int32_t due;      // custom policies: the ring moved, and the recipe has yet to give the step
+  int32_t clipped;  // steps whose amax went past the scale in force, since the ring was last empty
 };
+
+// An amax that exceeds scale * fp8_max by more than the roundings of that product was clipped.
+constexpr float kClippedFrom = 1.000001f;
 
 // One linear's state. A slot that was freed and given to another parameter has another generation.
 struct Slot {

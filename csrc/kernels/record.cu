@@ -98,6 +98,7 @@ __global__ void __launch_bounds__(kThreads)
   const float considered =
       policy.kind == ScalingKind::kMostRecent ? amax : largest_of_ring(arena, ring, policy.history_len);
   if (!leader) return;
+  if (!first && amax > __fmul_rn(__fmul_rn(operand.scale, policy.fp8_max[o]), kClippedFrom)) ++operand.clipped;
   operand.pending = 0.0f;
   operand.cursor = first || cursor + 1 >= policy.history_len ? 0 : cursor + 1;
   operand.seeded = 1;

@@ -61,10 +61,10 @@ struct RegionHandle final : torch::CustomClassHolder {
   const std::shared_ptr<Region> region;
 };
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, std::string> read_or_nothing(const Tensor& weight) {
+std::tuple<Tensor, Tensor, Tensor, Tensor, std::string, Tensor> read_or_nothing(const Tensor& weight) {
   if (auto state = read_state(weight))
-    return {state->scale, state->pending, state->seeded, state->history, state->policy};
-  return {at::empty({0}), at::empty({0}), at::empty({0}), at::empty({0}), ""};
+    return {state->scale, state->pending, state->seeded, state->history, state->policy, state->clipped};
+  return {at::empty({0}), at::empty({0}), at::empty({0}), at::empty({0}), "", at::empty({0})};
 }
 
 std::vector<std::string> external_policies() {
@@ -122,8 +122,10 @@ TORCH_LIBRARY_FRAGMENT(octavo, m) {
         [](const Tensor& slots, const Tensor& due, const Tensor& steps, const std::string& key) {
           apply_custom_steps(slots, due, steps, policy_by_key(key));
         });
-  m.def("_read_state(Tensor weight) -> (Tensor scale, Tensor pending, Tensor seeded, Tensor history, str policy)",
-        &read_or_nothing);
+  m.def(
+      "_read_state(Tensor weight) -> (Tensor scale, Tensor pending, Tensor seeded, Tensor history, str policy, Tensor "
+      "clipped)",
+      &read_or_nothing);
   m.def(
       "_write_state(Tensor weight, Tensor scale, Tensor pending, Tensor seeded, Tensor history, str policy) -> ()",
       [](const Tensor& weight, const Tensor& scale, const Tensor& pending, const Tensor& seeded, const Tensor& history,

@@ -68,6 +68,7 @@ void advance_operand(Slot& slot, int operand, float* ring) {
   auto& state = slot.operand[operand];
   const auto& policy = slot.policy;
   if (state.pending <= 0) return;
+  if (state.seeded && state.pending > state.scale * policy.fp8_max[operand] * kClippedFrom) ++state.clipped;
   if (!state.seeded) std::fill(ring, ring + policy.history_len, state.pending);
   ring[state.cursor] = state.pending;
   state.cursor = (state.cursor + 1) % policy.history_len;

@@ -20,7 +20,8 @@ class FP8TensorMeta:
     """The scaling state of one linear, read at one moment: plain CPU tensors.
 
     For each of w, x and g (the gradient of the output): the history ring, float32 [history_len], oldest first; the step
-    in force; whether the ring has entries at all; and the largest amax recorded since the last optimizer step.
+    in force; whether the ring has entries at all; the largest amax recorded since the last optimizer step; and how many
+    steps had an amax past the step in force, so that their largest values were clipped to FP8_MAX.
     """
 
     x_hist: torch.Tensor
@@ -35,6 +36,9 @@ class FP8TensorMeta:
     x_pending: torch.Tensor
     w_pending: torch.Tensor
     g_pending: torch.Tensor
+    x_clipped: int
+    w_clipped: int
+    g_clipped: int
 
 
 class FP8State:
@@ -59,7 +63,7 @@ class FP8State:
 
     def get_weight_meta(self, w: torch.Tensor) -> FP8TensorMeta | None:
         """The state of the linear whose weight is `w`, read from the device; None if nothing was recorded yet."""
-        scale, pending, seeded, history, policy = torch.ops.octavo._read_state(w)
+        scale, pending, seeded, history, policy, clipped = torch.ops.octavo._read_state(w)
         if not policy:
             return None
         fields: dict[str, Any] = {}
@@ -68,6 +72,7 @@ class FP8State:
             fields[f"{operand}_scale"] = scale[i]
             fields[f"{operand}_init"] = bool(seeded[i])
             fields[f"{operand}_pending"] = pending[i]
+            fields[f"{operand}_clipped"] = int(clipped[i])
         return FP8TensorMeta(**fields)
 
     def reset(self) -> None:
@@ -91,7 +96,7 @@ def state_dict(model: torch.nn.Module) -> dict[str, Any]:
     """
     linears: dict[str, dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
-        *tensors, policy = torch.ops.octavo._read_state(parameter)
+        *tensors, policy, _ = torch.ops.octavo._read_state(parameter)
         if policy:
             linears[name] = {**dict(zip(_TENSORS, tensors, strict=True)), "policy": policy}
     return {"version": _VERSION, "linears": linears}

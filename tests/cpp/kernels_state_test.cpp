@@ -85,6 +85,20 @@ TEST_F(State, TheWindowMoves) {
   expect_scale(kX, 3.0f, kWindow);
 }
 
+TEST_F(State, ClippedStepsAreCounted) {
+  const auto step_with = [&](float amax) {
+    record(kWindow, amax, amax, amax);
+    advance();
+  };
+  step_with(3.0f);  // the first one had no scale to exceed
+  step_with(3.0f);  // the same amax is not past it, whatever the roundings
+  step_with(2.0f);
+  for (const OperandState& operand : read().operand) EXPECT_EQ(operand.clipped, 0);
+  step_with(3.001f);
+  step_with(1e30f);
+  for (const OperandState& operand : read().operand) EXPECT_EQ(operand.clipped, 2);
+}
+
 TEST_F(State, ALongWindow) {
   const ScalingPolicy policy = policy_of(11, ScalingKind::kWindowMax, 100);
   record(policy, 50.0f, 1.0f, 1.0f);

@@ -272,6 +272,8 @@ def test_n5_a_stale_small_amax_saturates(device: torch.device) -> None:
     assert meta(layer.weight).x_hist[-1].item() == x.abs().max().item(), (
         "the true amax is recorded, not the clamped one"
     )
+    clipped = meta(layer.weight)
+    assert (clipped.x_clipped, clipped.w_clipped, clipped.g_clipped) == (2, 0, 2)
 
 
 # N7: outputs and biases -----------------------------------------------------------------------------------------------
