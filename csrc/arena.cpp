@@ -74,7 +74,8 @@ Arena::Handle Arena::take_slot() {
     grow_to_slot(slot);
     ++view_.slot_count;
   } else {
-    slot = free_slots_.back();
+    slot = free_slots_.back().first;
+    for (auto [length, ring] : free_slots_.back().second) free_rings_[length].push_back(ring);
     free_slots_.pop_back();
   }
   const Handle handle{slot, next_generation_++};
@@ -85,10 +86,10 @@ Arena::Handle Arena::take_slot() {
   return handle;
 }
 
-void Arena::free_slot(Handle handle) noexcept {
+void Arena::free_slot(Handle handle, Rings rings) noexcept {
   // Cleaned when it is taken again: this may run at exit, with the device already gone.
   std::lock_guard lock(mutex_);
-  free_slots_.push_back(handle.slot);
+  free_slots_.emplace_back(handle.slot, std::move(rings));
 }
 
 int32_t Arena::take_rings(int64_t history_len) {
@@ -98,11 +99,6 @@ int32_t Arena::take_rings(int64_t history_len) {
   const int32_t ring = free.back();
   free.pop_back();
   return ring;
-}
-
-void Arena::free_rings(int32_t ring, int64_t history_len) noexcept {
-  std::lock_guard lock(mutex_);
-  free_rings_[history_len].push_back(ring);
 }
 
 ArenaView Arena::view() {
@@ -166,7 +162,7 @@ int32_t Arena::bump_floats(int64_t count) {
 }
 
 void Arena::refuse_capture() const {
-  TORCH_CHECK(!memory_.is_capturing(device_),
+  TORCH_CHECK(!is_capturing(),
               "octavo: a linear met its first FP8 forward while a CUDA graph is being captured; run one training step "
               "before the capture, so that its scaling state exists");
 }

@@ -36,13 +36,14 @@ class Arena {
     int32_t slot;
     int32_t generation;
   };
+  using Rings = std::vector<std::pair<int64_t, int32_t>>;  // length of history, position in the pool
   // A clean slot. Throws while a CUDA graph is being captured: the cleaning would be replayed with it.
   Handle take_slot();
-  void free_slot(Handle handle) noexcept;
+  // The slot's rings stay with it until it is taken again: until it is cleaned it may still be advanced.
+  void free_slot(Handle handle, Rings rings) noexcept;
 
   // Three rings of `history_len` floats each, as a position in the pool; contents undefined.
   int32_t take_rings(int64_t history_len);
-  void free_rings(int32_t ring, int64_t history_len) noexcept;
 
   ArenaView view();
   c10::Device device() const { return device_; }
@@ -50,6 +51,7 @@ class Arena {
   // int32 words of a slot / floats of its rings, as tensors over the arena's own memory.
   at::Tensor slot_words(int32_t slot);
   at::Tensor ring_floats(int32_t ring, int64_t history_len);
+  bool is_capturing() const { return memory_.is_capturing(device_); }
   // Some tensor of the arena, to dispatch on its device with.
   at::Tensor anchor() { return slot_words(0); }
 
@@ -68,7 +70,7 @@ class Arena {
   int64_t bytes_ = 0;
   int64_t next_float_ = 0;
   int32_t next_generation_ = 1;
-  std::vector<int32_t> free_slots_;
+  std::vector<std::pair<int32_t, Rings>> free_slots_;
   std::map<int64_t, std::vector<int32_t>> free_rings_;  // by length
 };
 

@@ -7,7 +7,6 @@
 // Outside a region each does what PyTorch does without Octavo.
 #include "aten_linear.h"
 
-#include <ATen/FuncTorchTLS.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/linear.h>
@@ -20,6 +19,7 @@
 
 #include "fp8_linear.h"
 #include "linear_state.h"
+#include "ops/device.h"
 #include "region.h"
 #include "report.h"
 
@@ -60,14 +60,26 @@ std::optional<at::ScalarType> compute_type(const Tensor& x, const Tensor& w, con
   return compute;
 }
 
+// Tensors that are more than strided memory of their own, told by their keys alone: some cannot even say their sizes.
+std::optional<Outcome> why_special(const Tensor& x, const Tensor& w, const OptionalTensor& bias) {
+  using c10::DispatchKey;
+  const auto any_has = [&](c10::DispatchKeySet keys) {
+    return any_of_operands(x, w, bias, [&](const Tensor& t) { return t.key_set().has_any(keys); });
+  };
+  if (any_has(c10::DispatchKeySet({DispatchKey::FuncTorchGradWrapper, DispatchKey::FuncTorchBatched})))
+    return Outcome::kTransform;
+  if (any_has(c10::python_ks)) return Outcome::kSubclass;
+  if (any_of_operands(x, w, bias, [](const Tensor& t) { return t.is_nested() || t.layout() != at::kStrided; }))
+    return Outcome::kLayout;
+  return std::nullopt;
+}
+
+bool all_in_high_precision(const Products& products) {
+  return products == Products{Precision::kHigh, Precision::kHigh, Precision::kHigh};
+}
+
 Outcome decide(const Region& region, const Tensor& x, const Tensor& w, const OptionalTensor& bias,
                at::ScalarType compute) {
-  if (any_of_operands(x, w, bias, [](const Tensor& t) {
-        return t.key_set().has_any(c10::python_ks) || t.key_set().has(c10::DispatchKey::FuncTorchGradWrapper) ||
-               t.key_set().has(c10::DispatchKey::FuncTorchBatched);
-      }))
-    return at::functorch::functorchTLSAccessor() ? Outcome::kTransform : Outcome::kSubclass;
-  if (any_of_operands(x, w, bias, [](const Tensor& t) { return t.layout() != at::kStrided; })) return Outcome::kLayout;
   if (any_of_operands(x, w, bias, [](const Tensor& t) { return t._fw_grad(0).defined(); })) return Outcome::kForwardAd;
   if (region.excludes(w)) return Outcome::kExcluded;
   if (compute == at::kFloat && !region.include_float32) return Outcome::kFloat32;
@@ -75,6 +87,8 @@ Outcome decide(const Region& region, const Tensor& x, const Tensor& w, const Opt
   if (w.dim() == 1) return Outcome::kWeight1d;
   if (bias && bias->defined() && (bias->dim() != 1 || bias->size(0) != w.size(0))) return Outcome::kBiasShape;
   if (x.numel() == 0 || w.numel() == 0) return Outcome::kEmpty;
+  if (all_in_high_precision(region.products)) return Outcome::kHigh;
+  ops::check_fp8_support(x.device());
   return region.policy.kind == ScalingKind::kDynamic || can_hold_state(w) ? Outcome::kFp8 : Outcome::kFp8Stateless;
 }
 
@@ -99,8 +113,13 @@ void refuse_tracing() {
 Tensor try_fp8(const Tensor& x, const Tensor& w, const OptionalTensor& bias, std::optional<at::ScalarType> autocast) {
   if (turned_down) return {};
   const auto region = active_region();
-  if (!region || !is_well_formed(x, w, bias)) return {};
+  if (!region) return {};
   refuse_tracing();
+  if (const auto special = why_special(x, w, bias)) {
+    count(-1, -1, -1, *special);
+    return {};
+  }
+  if (!is_well_formed(x, w, bias)) return {};
   const auto compute = compute_type(x, w, bias, autocast);
   if (!compute) return {};
   const auto outcome = decide(*region, x, w, bias, *compute);
@@ -111,6 +130,12 @@ Tensor try_fp8(const Tensor& x, const Tensor& w, const OptionalTensor& bias, std
 Tensor linear_autograd(const Tensor& x, const Tensor& w, const OptionalTensor& bias) {
   if (auto y = try_fp8(x, w, bias, std::nullopt); y.defined()) return y;
   return at::native::linear(x, w, bias);
+}
+
+// Below autograd nobody asks for a derivative, whatever grad mode says.
+Tensor linear_below_autograd(const Tensor& x, const Tensor& w, const OptionalTensor& bias) {
+  const at::NoGradGuard no_grad;
+  return linear_autograd(x, w, bias);
 }
 
 template <c10::DeviceType device>
@@ -148,9 +173,10 @@ void intercept_aten_linear() {
   std::call_once(once, [] {
     ExpectedOverride handler;
     const c10::WarningUtils::WarningHandlerGuard guard(&handler);
-    for (const auto key :
-         {c10::DispatchKey::AutogradCPU, c10::DispatchKey::CPU, c10::DispatchKey::AutogradCUDA, c10::DispatchKey::CUDA})
-      register_at(key, &linear_autograd);
+    register_at(c10::DispatchKey::AutogradCPU, &linear_autograd);
+    register_at(c10::DispatchKey::AutogradCUDA, &linear_autograd);
+    register_at(c10::DispatchKey::CPU, &linear_below_autograd);
+    register_at(c10::DispatchKey::CUDA, &linear_below_autograd);
     register_at(c10::DispatchKey::AutocastCPU, &linear_autocast<c10::DeviceType::CPU>);
     register_at(c10::DispatchKey::AutocastCUDA, &linear_autocast<c10::DeviceType::CUDA>);
   });
@@ -162,6 +188,7 @@ Tensor linear(const Tensor& x, const Tensor& w, const OptionalTensor& bias) {
     static const auto recipe = std::make_shared<DelayedScaling>();
     region = std::make_shared<Region>(recipe, AutocastOptions{});
   }
+  TORCH_CHECK(!why_special(x, w, bias), "octavo::linear: x, w and bias must be plain strided tensors");
   TORCH_CHECK(is_well_formed(x, w, bias), "octavo::linear: x ", x.sizes(), " and w ", w.sizes(),
               " must be floating point matrices on one device with equal last dimensions");
   const auto compute = compute_type(x, w, bias, std::nullopt);
@@ -169,7 +196,7 @@ Tensor linear(const Tensor& x, const Tensor& w, const OptionalTensor& bias) {
               w.scalar_type());
   const auto outcome = decide(*region, x, w, bias, *compute);
   count_call(x, w, outcome);
-  if (outcome == Outcome::kEmpty) return at::native::linear(x, w, bias);
+  if (outcome == Outcome::kEmpty || outcome == Outcome::kHigh) return at::native::linear(x, w, bias);
   TORCH_CHECK(is_fp8(outcome), "octavo::linear: x ", x.sizes(), " ", x.scalar_type(), " and w ", w.sizes(),
               " cannot run in FP8: ", describe(outcome));
   return fp8_linear(x, w, bias, *compute, *region);

@@ -79,7 +79,8 @@ struct Forward {
     } else {
       y = at::native::linear(x2.to(compute), w.to(compute), b);  // not at::linear, which would come back to us
     }
-    if (needs_dw) saved.x = x_col ? xq.col : x2.to(compute);
+    // In high precision the user's own tensor, not a view made here: a change of it before backward has to be noticed.
+    if (needs_dw) saved.x = x_col ? xq.col : x.to(compute);
     return {std::move(y), std::move(saved)};
   }
 
@@ -94,6 +95,12 @@ struct Like {
   at::ScalarType dtype;
   at::DimVector sizes;
 };
+
+// A node whose end does not recurse down the graph: a long chain of layers would overflow the stack.
+template <class Node, class... Args>
+std::shared_ptr<Node> make_node(Args&&... args) {
+  return std::shared_ptr<Node>(new Node(std::forward<Args>(args)...), torch::autograd::deleteNode);
+}
 
 const char* const kOnceDifferentiable =
     "octavo: an FP8 linear can be differentiated only once (its backward runs on quantised values, which have no "
@@ -118,12 +125,9 @@ class Fp8LinearBackward final : public torch::autograd::Node {
   variable_list apply(variable_list&& grads) override {
     std::lock_guard lock(mutex_);
     const bool again = at::GradMode::is_enabled();
-    variable_list result(3);
-    if (grads[0].defined()) {
-      at::AutoDispatchBelowADInplaceOrView below_autograd;
-      result = backward(as_matrix(grads[0]));
-    }
-    return again && grads[0].defined() ? differentiable_once(std::move(result), grads[0]) : result;
+    if (!grads[0].defined()) return variable_list(3);
+    auto result = backward(grads[0]);
+    return again ? differentiable_once(std::move(result), grads[0]) : result;
   }
 
   void release_variables() override {
@@ -134,14 +138,15 @@ class Fp8LinearBackward final : public torch::autograd::Node {
   }
 
  private:
-  variable_list backward(const Tensor& dy) {
+  variable_list backward(const Tensor& grad) {
+    // Unpacked above autograd: hooks of the user's run here, and a checkpoint's recomputation records a graph.
     const auto self = shared_from_this();
+    const auto tape = tape_.unpack(self), x = x_.unpack(self), w = w_.unpack(self);
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    const auto dy = as_matrix(grad);
     const bool dx = task_should_compute_output(0), dw = task_should_compute_output(1),
                db = task_should_compute_output(2);
     const bool dx_fp8 = dx && in_fp8(products_.dgrad), dw_fp8 = dw && in_fp8(products_.wgrad);
-    const auto tape = tape_.unpack(self);
-    const auto x = x_.unpack(self);
-    const auto w = w_.unpack(self);
 
     Tensor grad_tape;
     ops::Quantized dyq;
@@ -157,9 +162,9 @@ class Fp8LinearBackward final : public torch::autograd::Node {
 
     variable_list result(3);
     if (dx) result[0] = dx_fp8 ? dgrad(dyq.row, grad_tape, w, tape, dy.size(0)) : high(dy, w).to(x_like_.dtype);
-    if (dw) result[1] = dw_fp8 ? wgrad(dyq.col, grad_tape, x, tape) : high(dy.t(), x).to(w_like_.dtype);
+    if (dw) result[1] = dw_fp8 ? wgrad(dyq.col, grad_tape, x, tape) : high(dy.t(), as_matrix(x)).to(w_like_.dtype);
     if (dx) result[0] = result[0].view(x_like_.sizes);
-    if (db) result[2] = grad_tape.defined() ? dyq.column_sums : dy.sum(0, false, at::kFloat).to(bias_dtype_);
+    if (db) result[2] = grad_tape.defined() ? dyq.column_sums : column_sums(dy);
     return result;
   }
 
@@ -175,6 +180,14 @@ class Fp8LinearBackward final : public torch::autograd::Node {
                    w_like_.sizes[1], w_like_.dtype, fast(products_.wgrad));
   }
 
+  // The bias gradient alone, by the same kernel and so in the same order.
+  Tensor column_sums(const Tensor& dy) const {
+    const auto unused = at::zeros({kTapedOperandWords}, dy.options().dtype(at::kInt));
+    return ops::quantize_operand(dy, unused, kG, ops::StepSource::kTaped, policy_.id, types_.type[kG],
+                                 {.column_sums = bias_dtype_})
+        .column_sums;
+  }
+
   Tensor high(const Tensor& a, const Tensor& b) const { return at::mm(a.to(compute_), b.to(compute_)); }
 
   // With create_graph: the gradients are right, and differentiating them, with respect to whatever they depend on, is
@@ -182,7 +195,7 @@ class Fp8LinearBackward final : public torch::autograd::Node {
   variable_list differentiable_once(variable_list&& result, const Tensor& dy) const {
     auto edges = next_edges();
     edges.push_back(torch::autograd::impl::gradient_edge(dy));
-    auto error = std::make_shared<torch::autograd::Error>(kOnceDifferentiable, std::move(edges));
+    const auto error = make_node<torch::autograd::Error>(kOnceDifferentiable, std::move(edges));
     for (auto& grad : result)
       if (grad.defined()) torch::autograd::set_history(grad, error);
     return std::move(result);
@@ -217,7 +230,7 @@ Tensor fp8_linear(const Tensor& x, const Tensor& w, const std::optional<Tensor>&
     y = y.view(with_last(x.sizes(), w.size(0)));
   }
   if (needs_dx || needs_dw || needs_db) {
-    auto node = std::make_shared<Fp8LinearBackward>(call, saved);
+    const auto node = make_node<Fp8LinearBackward>(call, saved);
     node->set_next_edges(torch::autograd::collect_next_edges(x, w, b ? *b : Tensor()));
     torch::autograd::set_history(y, node);
   }

@@ -2,6 +2,7 @@
 #include "linear_state.h"
 
 #include <ATen/Functions.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
@@ -27,10 +28,7 @@ struct LinearState {
   explicit LinearState(Arena& in, int64_t owned_by) : arena(&in), handle(in.take_slot()) {
     if (owned_by) set_owner(owned_by);
   }
-  ~LinearState() {
-    for (auto [length, ring] : rings) arena->free_rings(ring, length);
-    arena->free_slot(handle);
-  }
+  ~LinearState() { arena->free_slot(handle, std::move(rings)); }
   LinearState(const LinearState&) = delete;
   LinearState& operator=(const LinearState&) = delete;
 
@@ -44,9 +42,9 @@ struct LinearState {
 
   Arena* arena;
   Arena::Handle handle;
-  std::vector<std::pair<int64_t, int32_t>> rings;  // by length
-  std::vector<int32_t> custom;                     // ids of the custom policies that used it
-  int64_t trained = 0;                             // training forwards
+  Arena::Rings rings;
+  std::vector<int32_t> custom;  // ids of the custom policies that used it
+  int64_t trained = 0;          // training forwards
 };
 
 using ViewKey = std::vector<int64_t>;  // of a slice of the parameter: offset, sizes, strides; empty: the whole
@@ -91,6 +89,8 @@ std::pair<at::Tensor, ViewKey> leaf_of(const at::Tensor& weight) {
   if (!weight.is_view()) return {weight.is_leaf() ? weight : at::Tensor(), {}};
   auto base = weight._base();
   if (!base.is_leaf()) return {};
+  // A part of a buffer that learns by itself is a parameter; a slice of a parameter is not, also under no_grad.
+  if (weight.is_leaf() && weight.requires_grad() && !base.requires_grad()) return {weight, {}};
   ViewKey key = {weight.storage_offset()};
   key.insert(key.end(), weight.sizes().begin(), weight.sizes().end());
   key.insert(key.end(), weight.strides().begin(), weight.strides().end());
@@ -131,15 +131,26 @@ std::unique_ptr<LinearState> moved(LinearState& from, Arena& to, int64_t owner) 
   return state;
 }
 
-// Under live().mutex. Null: too many slices.
-LinearState* state_of(ParameterState& parameter, const ViewKey& key, c10::Device device) {
+// Arena values are written by ops under live().mutex. No dispatch mode may see them: it would run Python code, whose
+// garbage collection may end a parameter, which takes the same mutex.
+class WithoutModes {
+  const c10::impl::ExcludeDispatchKeyGuard guard_{
+      c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot})};
+  const at::AutoDispatchBelowADInplaceOrView below_autograd_;
+};
+
+// Under live().mutex. Null: stateless, for want of room (too many slices), or because a graph is being captured and the
+// weight is no parameter that learns but perhaps a temporary, a new one each time.
+LinearState* state_of(ParameterState& parameter, const at::Tensor& leaf, const ViewKey& key, c10::Device device) {
   auto& arena = Arena::of(device);
   auto found = parameter.states.find(key);
   if (found != parameter.states.end() && found->second->arena == &arena) return found->second.get();
   if (found == parameter.states.end() && parameter.states.size() >= kMaxViews) return nullptr;
+  if (!leaf.requires_grad() && arena.is_capturing()) return nullptr;
+  const WithoutModes without_modes;
   auto made = found == parameter.states.end() ? std::make_unique<LinearState>(arena, parameter.owner)
                                               : moved(*found->second, arena, parameter.owner);
-  ++live().made;
+  if (leaf.requires_grad()) ++live().made;
   live().slots_by_policy.clear();
   return (parameter.states[key] = std::move(made)).get();
 }
@@ -169,16 +180,26 @@ SlotRef slot_of(const at::Tensor& weight, const ScalingPolicy& policy, bool trai
   auto [leaf, key] = leaf_of(weight);
   if (!leaf.defined()) return {};
   std::lock_guard lock(live().mutex);
-  auto* state = state_of(parameter_state(leaf), key, weight.device());
+  auto* state = state_of(parameter_state(leaf), leaf, key, weight.device());
   if (!state) return {};
   note_use(*state, policy, trains);
   return {state->handle.slot, state->handle.generation, state->ring_of(policy.history_len)};
+}
+
+std::vector<std::vector<int64_t>> slices_of(const at::Tensor& parameter) {
+  std::lock_guard lock(live().mutex);
+  std::vector<std::vector<int64_t>> slices;
+  if (auto* state = find_parameter(parameter))
+    for (auto& [key, linear] : state->states)
+      if (!key.empty()) slices.push_back(key);
+  return slices;
 }
 
 std::optional<StateTensors> read_state(const at::Tensor& weight) {
   auto [leaf, key] = leaf_of(weight);
   if (!leaf.defined()) return std::nullopt;
   std::lock_guard lock(live().mutex);
+  const WithoutModes without_modes;
   auto* parameter = find_parameter(leaf);
   if (!parameter || !parameter->states.contains(key)) return std::nullopt;
   auto& state = *parameter->states[key];
@@ -187,12 +208,9 @@ std::optional<StateTensors> read_state(const at::Tensor& weight) {
   std::memcpy(&slot, words.const_data_ptr(), sizeof slot);
   if (slot.policy.id == 0) return std::nullopt;
 
-  StateTensors out{at::ones({kOperands}),
-                   at::zeros({kOperands}),
-                   at::zeros({kOperands}, at::kBool),
-                   at::zeros({kOperands, slot.policy.history_len}),
-                   policy_key(slot.policy.id),
-                   at::zeros({kOperands}, at::kInt)};
+  StateTensors out{at::ones({kOperands}, at::kFloat), at::zeros({kOperands}, at::kFloat),
+                   at::zeros({kOperands}, at::kBool), at::zeros({kOperands, slot.policy.history_len}, at::kFloat),
+                   policy_key(slot.policy.id),        at::zeros({kOperands}, at::kInt)};
   const auto rings = state.arena->ring_floats(slot.ring, slot.policy.history_len).cpu();
   // Written as they are: fill_ goes by way of a double, and would lose a subnormal where those are flushed.
   for (int64_t i = 0; i < kOperands; ++i) {
@@ -219,8 +237,9 @@ void write_state(const at::Tensor& weight, const StateTensors& state) {
              seeded = state.seeded.to(at::kCPU, at::kBool);
 
   std::lock_guard lock(live().mutex);
+  const WithoutModes without_modes;
   auto& parameter = parameter_state(leaf);
-  auto* linear = state_of(parameter, key, weight.device());
+  auto* linear = state_of(parameter, leaf, key, weight.device());
   TORCH_CHECK(linear, "octavo: the parameter already has states for ", kMaxViews, " slices");
   note_use(*linear, policy, /*trains=*/false);
   Slot slot = {};
@@ -238,6 +257,7 @@ void write_state(const at::Tensor& weight, const StateTensors& state) {
 
 int64_t claim(at::TensorList parameters, int64_t owner, bool take_over) {
   std::lock_guard lock(live().mutex);
+  const WithoutModes without_modes;
   int64_t changed = 0;
   for (const auto& parameter : parameters) {
     auto* state = find_parameter(parameter);
@@ -250,6 +270,7 @@ int64_t claim(at::TensorList parameters, int64_t owner, bool take_over) {
 
 void release(int64_t owner) {
   std::lock_guard lock(live().mutex);
+  const WithoutModes without_modes;
   for (auto* parameter : live().parameters)
     if (parameter->owner == owner) parameter->set_owner(0);
 }
@@ -258,6 +279,7 @@ int64_t states_made() { return live().made; }
 
 void reset_states() {
   std::lock_guard lock(live().mutex);
+  const WithoutModes without_modes;
   for (auto* parameter : live().parameters)
     for (auto& [key, linear] : parameter->states) {
       auto words = linear->arena->slot_words(linear->handle.slot);
@@ -269,6 +291,7 @@ void reset_states() {
 
 std::vector<at::Tensor> slots_using(const ScalingPolicy& policy) {
   std::lock_guard lock(live().mutex);
+  const WithoutModes without_modes;
   auto [entry, missing] = live().slots_by_policy.try_emplace(policy.id);
   if (!missing) return entry->second;
   std::map<Arena*, std::vector<int32_t>> slots;

@@ -39,6 +39,8 @@ struct StateTensors {
   at::Tensor clipped =
       {};  // int32 [3], steps whose amax went past the scale in force; read only, not part of the state
 };
+// The slices of a parameter that have states of their own: offset, sizes, strides each.
+std::vector<std::vector<int64_t>> slices_of(const at::Tensor& parameter);
 std::optional<StateTensors> read_state(const at::Tensor& weight);
 // Replaces the weight's state, making one if there is none. Throws, changing nothing, where `state` cannot be one.
 void write_state(const at::Tensor& weight, const StateTensors& state);

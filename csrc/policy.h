@@ -28,6 +28,7 @@ const ScalingPolicy& policy_by_id(int64_t id);
 // A policy as text and back; `policy_by_key` throws for a text that no policy can have.
 const std::string& policy_key(int64_t id);
 const ScalingPolicy& policy_by_key(const std::string& key);
+bool is_policy_key(const std::string& key);
 
 // Custom policies known so far, each with its recipe (null if external).
 struct CustomPolicy {

@@ -8,6 +8,7 @@
 #include <limits>
 #include <map>
 #include <mutex>
+#include <optional>
 
 #include "policy.h"
 
@@ -39,6 +40,24 @@ std::string key_of(const ScalingPolicy& p, const std::string& identity) {
   std::snprintf(text, sizeof text, "%d:%d:%a:%d:%g,%g,%g:", static_cast<int>(p.kind), p.history_len, p.multiplier,
                 p.power_of_two, p.fp8_max[kX], p.fp8_max[kW], p.fp8_max[kG]);
   return p.kind == ScalingKind::kCustom ? text + identity : text;
+}
+
+// Only what a recipe can have: a key may come out of a file.
+std::optional<ScalingPolicy> parse_key(const std::string& key) {
+  ScalingPolicy p;
+  int kind = -1, end = 0;
+  const int fields = std::sscanf(key.c_str(), "%d:%d:%a:%d:%g,%g,%g:%n", &kind, &p.history_len, &p.multiplier,
+                                 &p.power_of_two, &p.fp8_max[kX], &p.fp8_max[kW], &p.fp8_max[kG], &end);
+  if (fields != 7 || end == 0 || kind < 0 || kind > 3) return std::nullopt;
+  p.kind = static_cast<ScalingKind>(kind);
+  const bool has_history = p.kind != ScalingKind::kDynamic;
+  const bool good_history = has_history ? p.history_len >= 1 && p.history_len <= kMaxHistory : p.history_len == 0;
+  const bool good_multiplier = p.multiplier >= std::exp2(-kMaxMargin) && p.multiplier <= std::exp2(kMaxMargin);
+  const bool good_flag = p.power_of_two == 0 || p.power_of_two == 1;
+  if (!good_history || !good_multiplier || !good_flag) return std::nullopt;
+  for (const float max : p.fp8_max)
+    if (max != fp8_max(at::kFloat8_e4m3fn) && max != fp8_max(at::kFloat8_e5m2)) return std::nullopt;
+  return key_of(p, key.substr(end)) == key ? std::optional(p) : std::nullopt;
 }
 
 const ScalingPolicy& intern(ScalingPolicy policy, const std::string& key, const std::shared_ptr<const Recipe>& recipe) {
@@ -153,17 +172,12 @@ const std::string& policy_key(int64_t id) {
 }
 
 const ScalingPolicy& policy_by_key(const std::string& key) {
-  ScalingPolicy p;
-  int kind = -1;
-  int end = 0;
-  const int fields = std::sscanf(key.c_str(), "%d:%d:%a:%d:%g,%g,%g:%n", &kind, &p.history_len, &p.multiplier,
-                                 &p.power_of_two, &p.fp8_max[kX], &p.fp8_max[kW], &p.fp8_max[kG], &end);
-  p.kind = static_cast<ScalingKind>(kind);
-  TORCH_CHECK(fields == 7 && end > 0 && kind >= 0 && kind <= 3 && p.history_len >= 0 && p.history_len <= kMaxHistory &&
-                  key_of(p, key.substr(end)) == key,
-              "octavo: \"", key, "\" is not a scaling policy of this version");
-  return intern(p, key, nullptr);
+  const auto policy = parse_key(key);
+  TORCH_CHECK(policy, "octavo: \"", key, "\" is not a scaling policy of this version");
+  return intern(*policy, key, nullptr);
 }
+
+bool is_policy_key(const std::string& key) { return parse_key(key).has_value(); }
 
 std::vector<CustomPolicy> custom_policies() {
   auto& table = policies();

@@ -45,6 +45,8 @@ const char* describe(Outcome outcome) {
       return "forward-mode AD";
     case Outcome::kLayout:
       return "layout";
+    case Outcome::kHigh:
+      return "high precision, by the recipe";
   }
   return "unknown";
 }

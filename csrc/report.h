@@ -22,6 +22,7 @@ enum class Outcome : int32_t {
   kTransform,
   kForwardAd,
   kLayout,
+  kHigh,
 };
 const char* describe(Outcome outcome);
 
@@ -31,7 +32,8 @@ struct ReportRow {
   int64_t m, n, k, calls;
   Outcome outcome;
 };
-// Sorted by shape. At most kMaxShapes of them; calls of further shapes are added up in rows with m = -1.
+// Sorted by shape. At most kMaxShapes of them; calls of further shapes, and of tensors that are not asked for
+// theirs, are added up in rows with m = n = k = -1.
 constexpr std::size_t kMaxShapes = 4096;
 std::vector<ReportRow> report_rows();
 void clear_report();

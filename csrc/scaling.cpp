@@ -65,6 +65,7 @@ void tell_arrived() {
 
 void note_refused(const at::Tensor& count, const ScalingPolicy& policy) {
   if (count.is_cpu()) return tell_refused(count.item<int>(), policy_key(policy.id));
+  if (Arena::of(count.device()).is_capturing()) return;  // a replay has nobody to tell
   constexpr std::size_t kMaxUnderway = 64;
   auto& refused = refused_steps();
   std::lock_guard lock(refused.mutex);

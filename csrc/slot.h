@@ -57,7 +57,7 @@ struct ArenaView {
   static constexpr int kChunks = 14;
   Slot* slots[kChunks];
   float* floats[kChunks];
-  int32_t slot_count;  // slots ever handed out; free ones have generation 0
+  int32_t slot_count;  // slots ever handed out; a freed one keeps its contents until it is taken again
 };
 
 // What one quantisation used and saw.

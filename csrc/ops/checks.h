@@ -44,6 +44,10 @@ inline void check_scale(const char* op, const char* argument, const at::Tensor& 
   TORCH_CHECK(std::isfinite(value) && value > 0, op, ": ", argument, " must be finite and positive, not ", value);
 }
 
+inline void check_device(const char* op, const char* argument, const at::Tensor& t, c10::Device device) {
+  TORCH_CHECK(t.device() == device, op, ": ", argument, " is on ", t.device(), ", the other operands on ", device);
+}
+
 inline void check_mm(const char* op, const at::Tensor& a, const at::Tensor& b, const at::Tensor& scale_a,
                      const at::Tensor& scale_b, at::ScalarType out_dtype, const std::optional<at::Tensor>& out_scale) {
   check_fp8_type(op, "a's dtype", a.scalar_type());
@@ -62,12 +66,11 @@ inline void check_mm(const char* op, const at::Tensor& a, const at::Tensor& b, c
 
 // A step as one int32 word of a tape, on the operands' device.
 inline at::Tensor step_words(const at::Tensor& scale, c10::Device device) {
-  auto step = scale.detach().reshape({1});
-  if (step.scalar_type() == at::kDouble) {
-    step = at::empty({1}, at::kFloat);
-    *step.mutable_data_ptr<float>() = float32_step(scale);
-  }
-  return step.to(device).view(at::kInt);
+  // From the host as an argument of a kernel: a copy would wait for the device, and could not be captured.
+  const IeeeFloats ieee;
+  auto step = scale.is_cpu() ? at::full({1}, float32_step(scale), at::TensorOptions().dtype(at::kFloat).device(device))
+                             : scale.detach().reshape({1});
+  return step.view(at::kInt);
 }
 
 // Any tensor as a matrix of its last dimension's rows.

@@ -130,6 +130,8 @@ TORCH_LIBRARY_FRAGMENT(octavo, m) {
       "_write_state(Tensor weight, Tensor scale, Tensor pending, Tensor seeded, Tensor history, str policy) -> ()",
       [](const Tensor& weight, const Tensor& scale, const Tensor& pending, const Tensor& seeded, const Tensor& history,
          const std::string& policy) { write_state(weight, {scale, pending, seeded, history, policy}); });
+  m.def("_slices(Tensor parameter) -> int[][]", &slices_of);
+  m.def("_is_policy(str policy) -> bool", &is_policy_key);
   m.def("_report() -> (int[] m_n_k_calls, str[] reasons)", &report);
   m.def("_clear_report() -> ()", &clear_report);
   m.def("_fp8_support(Device device) -> str", &ops::fp8_support);

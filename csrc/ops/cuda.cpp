@@ -121,11 +121,6 @@ std::tuple<Tensor, Tensor> quantize(const Tensor& x, const Tensor& scale, at::Sc
 // Native, or emulated: because the device, the formats or the switch say so.
 bool must_emulate(const Tensor& a, const Tensor& b) {
   const auto support = fp8_support(a.device());
-  TORCH_CHECK(support != "refused", "octavo: FP8 on ", a.device(), " (compute capability ",
-              at::cuda::getDeviceProperties(a.device().index())->major, ".",
-              at::cuda::getDeviceProperties(a.device().index())->minor,
-              ") is not supported: FP8 tensor cores need 8.9, 9.0, 10.x or 12.x, the emulation 8.x; run this part of "
-              "the model outside the region, or on the CPU");
   const bool both_e5m2 = a.scalar_type() == at::kFloat8_e5m2 && b.scalar_type() == at::kFloat8_e5m2;
   if (both_e5m2 && support == "native") {
     TORCH_WARN_ONCE(

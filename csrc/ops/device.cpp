@@ -16,9 +16,17 @@ std::atomic<std::string (*)(c10::Device)> cuda_support = nullptr;
 std::string fp8_support(c10::Device device) {
   if (device.is_cpu()) return "emulated";
   const auto support = cuda_support.load();
-  TORCH_CHECK(device.is_cuda() && support, "octavo: this build has no kernels for ", device.type(),
+  TORCH_CHECK(device.is_cuda(), "octavo: FP8 runs on CPU and CUDA devices, not on ", device);
+  TORCH_CHECK(support, "octavo: this build has no kernels for ", device.type(),
               " devices; rebuild it with CUDA (`make build CUDA=1`), or run this part of the model outside the region");
   return support(device);
+}
+
+void check_fp8_support(c10::Device device) {
+  TORCH_CHECK(
+      fp8_support(device) != "refused", "octavo: FP8 is not supported on ", device,
+      ": tensor cores for it need compute capability 8.9, 9.0, 10.x or 12.x, the emulation 8.x; run this part of "
+      "the model outside the region, or on the CPU");
 }
 
 void set_emulated(bool on) { emulated = on; }

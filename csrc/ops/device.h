@@ -11,6 +11,9 @@ namespace octavo::ops {
 // "native", "emulated" or "refused"; throws for a type of device that this build has no kernels for.
 std::string fp8_support(c10::Device device);
 
+// Throws, in one sentence, where it is "refused" or this build has no kernels.
+void check_fp8_support(c10::Device device);
+
 void set_emulated(bool on);
 bool is_emulated();
 

@@ -6,6 +6,7 @@
 
 #include "../policy.h"
 #include "checks.h"
+#include "device.h"
 #include "primitives.h"
 
 namespace octavo {
@@ -33,14 +34,18 @@ Tensor tape_with(const Tensor& like, const Tensor& scale_x, const Tensor& scale_
 // With zero bytes up to multiples of 16, as the products want their operands.
 Tensor padded(const Tensor& codes) {
   const int64_t rows = ops::round_up_16(codes.size(0)), cols = ops::round_up_16(codes.size(1));
-  if (rows == codes.size(0) && cols == codes.size(1)) return codes.contiguous();
+  if (rows == codes.size(0) && cols == codes.size(1)) {
+    const auto whole = codes.contiguous();
+    return reinterpret_cast<uintptr_t>(whole.const_data_ptr()) % 16 == 0 ? whole : whole.clone();
+  }
   auto copy = at::zeros({rows, cols}, codes.options().dtype(at::kByte));
   copy.narrow(0, 0, codes.size(0)).narrow(1, 0, codes.size(1)).copy_(codes.view(at::kByte));
   return copy.view(codes.scalar_type());
 }
 
-void check_bias(const char* op, const OptionalTensor& bias, int64_t n, at::ScalarType dtype) {
+void check_bias(const char* op, const OptionalTensor& bias, int64_t n, at::ScalarType dtype, c10::Device device) {
   if (!bias || !bias->defined()) return;
+  ops::check_device(op, "bias", *bias, device);
   TORCH_CHECK(bias->dim() == 1 && bias->size(0) == n, op, ": bias must have shape [", n, "], not ", bias->sizes());
   ops::check_high(op, "bias", *bias);
   TORCH_CHECK(ops::is_fp8(dtype) || bias->scalar_type() == dtype, op, ": bias must have the output's dtype ", dtype,
@@ -61,7 +66,8 @@ Tensor product(const Tensor& a, const Tensor& b, const Tensor& scale_a, const Te
 Tensor mm_fp8_impl(const Tensor& a, const Tensor& b, const Tensor& scale_a, const Tensor& scale_b,
                    const OptionalTensor& bias, at::ScalarType out_dtype, const OptionalTensor& out_scale, bool fast) {
   ops::check_mm("mm_fp8", a, b, scale_a, scale_b, out_dtype, out_scale);
-  check_bias("mm_fp8", bias, b.size(0), out_dtype);
+  ops::check_fp8_support(a.device());
+  check_bias("mm_fp8", bias, b.size(0), out_dtype, a.device());
   const OptionalTensor b_or_none = bias && bias->defined() ? bias : std::nullopt;
   if (!ops::is_fp8(out_dtype)) return product(a, b, scale_a, scale_b, b_or_none, out_dtype, fast);
   ops::check_scale("mm_fp8", "out_scale", *out_scale, a.device());
@@ -88,12 +94,13 @@ std::tuple<Tensor, Tensor, Tensor> linear_forward_fp8_impl(const Tensor& x, cons
   constexpr auto op = "linear_forward_fp8";
   check_operand(op, "x", x, 1, kManyDims);
   check_operand(op, "w", w, 2, 2);
+  ops::check_fp8_support(x.device());
   ops::check_fp8_type(op, "dtype", dtype);
   ops::check_scale(op, "scale_x", scale_x, x.device());
   ops::check_scale(op, "scale_w", scale_w, x.device());
   TORCH_CHECK(x.size(-1) == w.size(1) && x.device() == w.device(), op, ": x ", x.sizes(), " on ", x.device(), " and w ",
               w.sizes(), " on ", w.device(), " must be on one device and have equal last dimensions");
-  check_bias(op, bias, w.size(0), x.scalar_type());
+  check_bias(op, bias, w.size(0), x.scalar_type(), x.device());
   const auto x2 = as_matrix(x);
   auto [qx, amax_x] = quantize(x2, scale_x, dtype);
   auto [qw, amax_w] = quantize(w, scale_w, dtype);
@@ -114,6 +121,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> linear_backward_fp8_impl(const Tensor
   check_operand(op, "w", w, 2, 2);
   ops::check_fp8_type(op, "dtype", dtype);
   ops::check_fp8_type(op, "operand_dtype", operand_dtype);
+  ops::check_fp8_support(g.device());
+  ops::check_device(op, "x", x, g.device());
+  ops::check_device(op, "w", w, g.device());
   ops::check_scale(op, "scale_g", scale_g, g.device());
   ops::check_scale(op, "scale_w", scale_w, g.device());
   ops::check_scale(op, "scale_x", scale_x, g.device());

@@ -9,7 +9,10 @@ one place; test_report.py fails where it moves.
 from __future__ import annotations
 
 import functools
+import importlib.abc
+import importlib.util
 import sys
+import types
 from typing import Any
 
 import torch
@@ -21,11 +24,37 @@ _MESSAGE = (
 )
 
 
+_MODULE = "torch._dynamo.eval_frame"
+
+
 def install() -> None:
-    """Watches compiled callables from now on, if Dynamo is in use at all; does nothing the second time."""
-    eval_frame = sys.modules.get("torch._dynamo.eval_frame")
-    if eval_frame is None:
-        return
+    """Watches compiled callables from now on, also where Dynamo is imported later; does nothing the second time."""
+    if _MODULE in sys.modules:
+        _watch(sys.modules[_MODULE])
+    elif not any(isinstance(finder, _WhenImported) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _WhenImported())
+
+
+class _WhenImported(importlib.abc.MetaPathFinder):
+    """Finds nothing itself: has the module watched as soon as it is imported, and leaves."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        if name != _MODULE:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: types.ModuleType) -> None:
+                execute(module)
+                _watch(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def _watch(eval_frame: Any) -> None:
     original = eval_frame._callback_from_stance
     if getattr(original, "_octavo", False):
         return

@@ -9,8 +9,9 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.nn.utils.parametrize
 
-from octavo import _compile_guard, stepping
+from octavo import _attention, _checkpoint, _compile_guard, stepping
 from octavo.recipe import DelayedScaling, FP8Format, FP8Recipe, check_history, check_margin, parse_format, parse_recipe
 
 Excluded = torch.nn.Module | torch.Tensor
@@ -73,8 +74,7 @@ class fp8_autocast(contextlib.ContextDecorator):
         )
 
     def __enter__(self) -> fp8_autocast:
-        stepping.install_optimizer_hook()
-        _compile_guard.install()
+        _install()
         region = self._region()
         region.enter()
         _stack().append(self)
@@ -84,12 +84,23 @@ class fp8_autocast(contextlib.ContextDecorator):
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._entered.regions.pop().exit()
+        entered = getattr(self._entered, "regions", [])
+        if not entered:
+            raise RuntimeError("octavo: this fp8_autocast is left on a thread that has not entered it, or left twice")
+        entered.pop().exit()
         stack = _stack()
         del stack[len(stack) - 1 - stack[::-1].index(self)]
 
     def _recreate_cm(self) -> fp8_autocast:
         return self
+
+
+def _install() -> None:
+    """What has to be in place once a region is entered, and not before."""
+    stepping.install_optimizer_hook()
+    _compile_guard.install()
+    _attention.install()
+    _checkpoint.install(_region_in_force)
 
 
 _local = threading.local()
@@ -134,12 +145,22 @@ def _parameters_of(exclude: Any) -> list[torch.Tensor]:
     parameters: list[torch.Tensor] = []
     for item in items:
         if isinstance(item, torch.nn.Module):
+            _refuse_computed_weights(item)
             parameters.extend(item.parameters())
         elif isinstance(item, torch.Tensor):
             parameters.append(item)
         else:
             raise TypeError(f"octavo: exclude takes modules and parameters, not {item!r}")
     return parameters
+
+
+def _refuse_computed_weights(module: torch.nn.Module) -> None:
+    for name, child in module.named_modules():
+        if torch.nn.utils.parametrize.is_parametrized(child):
+            raise TypeError(
+                f"octavo: exclude cannot tell {name or type(child).__name__!r}, whose weight is parametrized "
+                "and new at every use; call it inside octavo.fp8_autocast(enabled=False) instead"
+            )
 
 
 def fp8_linear_enable(enabled: bool = True) -> None:
@@ -149,8 +170,7 @@ def fp8_linear_enable(enabled: bool = True) -> None:
     if not isinstance(enabled, bool):
         raise TypeError(f"octavo: enabled must be a bool, not {enabled!r}")
     if enabled:
-        stepping.install_optimizer_hook()
-        _compile_guard.install()
+        _install()
         _default = fp8_autocast()
         _default._region().make_default()
     else:
@@ -161,3 +181,9 @@ def fp8_linear_enable(enabled: bool = True) -> None:
 def fp8_linear_enabled() -> bool:
     """Whether the process-wide switch is on."""
     return _default is not None
+
+
+def _region_in_force() -> _checkpoint.Region:
+    """What enters this thread's region again, whatever holds by then; a region that is off where there is none."""
+    region = innermost()
+    return lambda: region or fp8_autocast(enabled=False)

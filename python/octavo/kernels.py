@@ -34,7 +34,7 @@ def _scale(scale: Scale, argument: str) -> torch.Tensor:
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):
         raise TypeError(f"octavo: {argument} must be a float or a one-element float32 tensor, not {scale!r}")
     # float64: made into float32 by the op, which keeps subnormals whatever torch.set_flush_denormal says.
-    return torch.tensor(float(scale), dtype=torch.float64)
+    return torch.tensor(float(scale), dtype=torch.float64, device="cpu")
 
 
 def quantize(x: torch.Tensor, scale: Scale, fmt: FP8Format | str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -115,7 +115,7 @@ def linear_backward_fp8(
     Returns:
         grad_x, grad_w, grad_b (g's dtype; None where not asked for) and amax_g, which is always measured.
     """
-    if len(masks) != 3:
+    if not isinstance(masks, (tuple, list)) or len(masks) != 3 or not all(isinstance(m, (bool, int)) for m in masks):
         raise ValueError(f"octavo: masks must be three bools, for x, w and bias, not {masks!r}")
     return torch.ops.octavo.linear_backward_fp8(
         g,

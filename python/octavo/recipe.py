@@ -7,8 +7,10 @@ A *step* is what a quantised value is multiplied with to get the value back: x ~
 from __future__ import annotations
 
 import enum
+import hashlib
 import math
 import struct
+import weakref
 from typing import Any
 
 import torch
@@ -80,6 +82,7 @@ class _FrozenWhenMade(type):
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         made = super().__call__(*args, **kwargs)
+        made._identity()  # raises where an attribute cannot be compared
         object.__setattr__(made, "_frozen", True)
         return made
 
@@ -87,8 +90,7 @@ class _FrozenWhenMade(type):
 class FP8Recipe(metaclass=_FrozenWhenMade):
     """A scaling policy. Subclass it and override `scale_from_history` to bring one of your own.
 
-    Recipes are immutable once made, compared by value (the class and every attribute, as their repr shows them), and
-    hashable.
+    Recipes are immutable once made, compared by value (the class and every attribute), and hashable.
 
     Args:
         history_len: optimizer steps in the amax window, 1 to 65536.
@@ -189,20 +191,50 @@ class FP8Recipe(metaclass=_FrozenWhenMade):
     def _identity(self) -> str:
         """What the policy is, as text, without the products, which scale nothing."""
         values = {k: v for k, v in self._values().items() if k not in ("forward", "dgrad", "wgrad")}
-        described = ", ".join(f"{name}={value!r}" for name, value in values.items())
-        return f"{type(self).__module__}.{type(self).__qualname__}({described})"
+        described = ", ".join(f"{name}={_describe(name, value)}" for name, value in values.items())
+        return f"{_class_name(type(self))}({described})"
+
+    def _key(self) -> tuple[str, ...]:
+        return (self._identity(), *self._products())
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, FP8Recipe):
             return NotImplemented
-        return type(self) is type(other) and repr(self) == repr(other)
+        return type(self) is type(other) and self._key() == other._key()
 
     def __hash__(self) -> int:
-        return hash((type(self), repr(self)))
+        return hash(self._key())
 
     def __repr__(self) -> str:
         described = ", ".join(f"{name}={value!r}" for name, value in self._values().items())
         return f"{type(self).__name__}({described})"
+
+
+_classes: dict[str, weakref.WeakKeyDictionary[type, int]] = {}
+_last_numbers: dict[str, int] = {}
+
+
+def _class_name(cls: type) -> str:
+    """A name for a class: its own, and a number where another class of this process had that name first."""
+    name = f"{cls.__module__}.{cls.__qualname__}"
+    numbers = _classes.setdefault(name, weakref.WeakKeyDictionary())
+    if cls not in numbers:
+        _last_numbers[name] = numbers[cls] = _last_numbers.get(name, 0) + 1
+    return name if numbers[cls] == 1 else f"{name}#{numbers[cls]}"
+
+
+def _describe(name: str, value: Any) -> str:
+    """An attribute's value as text that tells different values apart and is the same for equal ones."""
+    if isinstance(value, torch.Tensor):
+        contents = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        return f"tensor({value.dtype}, {list(value.shape)}, {hashlib.sha256(contents).hexdigest()})"
+    text = repr(value)
+    if " at 0x" in text:
+        raise TypeError(
+            f"octavo: the recipe's attribute {name}={text} cannot be compared by value, as equal recipes share their "
+            "state; give its class a __repr__ that tells its value, or write the policy as a method"
+        )
+    return text
 
 
 def _float32(value: float) -> float:
@@ -281,6 +313,11 @@ _BY_NAME = {
 def parse_recipe(recipe: FP8Recipe | str) -> FP8Recipe:
     """The recipe of a name that configs use, or the recipe itself; one clear error for anything else."""
     if isinstance(recipe, FP8Recipe):
+        if type(recipe).scale_from_history is FP8Recipe.scale_from_history:
+            raise TypeError(
+                f"octavo: recipe={recipe!r} has no policy: subclass FP8Recipe and override scale_from_history, or use "
+                "DelayedScaling or DynamicScaling"
+            )
         recipe._check()  # a subclass may not have called FP8Recipe.__init__
         return recipe
     if isinstance(recipe, str):

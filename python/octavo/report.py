@@ -11,7 +11,8 @@ import torch
 
 @dataclasses.dataclass(frozen=True)
 class ReportRow:
-    """Calls of linears y[m, n] = x[m, k] w[n, k]^T. reason: "fp8…", or why not. m, n, k -1: many further shapes."""
+    """Calls of linears y[m, n] = x[m, k] w[n, k]^T. reason: "fp8…", or why not. m, n, k are -1
+    where shapes are not told apart."""
 
     m: int
     n: int
@@ -51,7 +52,7 @@ class Report:
             lines.append(f"{'M':>8} {'N':>8} {'K':>8} {'calls':>8}  ran as")
         for row in self.rows:
             ran = row.reason if row.is_fp8 else f"not FP8: {row.reason}"
-            shape = ("(more)", "", "") if row.m < 0 else (row.m, row.n, row.k)
+            shape = ("(any)", "", "") if row.m < 0 else (row.m, row.n, row.k)
             lines.append("{:>8} {:>8} {:>8} {:>8}  {}".format(*shape, row.calls, ran))
         return "\n".join(lines)
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -63,6 +64,8 @@ class FP8State:
 
     def get_weight_meta(self, w: torch.Tensor) -> FP8TensorMeta | None:
         """The state of the linear whose weight is `w`, read from the device; None if nothing was recorded yet."""
+        if not isinstance(w, torch.Tensor):
+            raise TypeError(f"octavo: w must be a weight tensor, not {w!r}")
         scale, pending, seeded, history, policy, clipped = torch.ops.octavo._read_state(w)
         if not policy:
             return None
@@ -96,10 +99,41 @@ def state_dict(model: torch.nn.Module) -> dict[str, Any]:
     """
     linears: dict[str, dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
-        *tensors, policy, _ = torch.ops.octavo._read_state(parameter)
-        if policy:
-            linears[name] = {**dict(zip(_TENSORS, tensors, strict=True)), "policy": policy}
+        for suffix, weight in _weights(parameter):
+            *tensors, policy, _ = torch.ops.octavo._read_state(weight)
+            if policy:
+                linears[name + suffix] = {**dict(zip(_TENSORS, tensors, strict=True)), "policy": policy}
     return {"version": _VERSION, "linears": linears}
+
+
+def _weights(parameter: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameter, and those slices of it that are weights of their own (attention's in_proj_weight), with what is
+    put behind the parameter's name for them: @offset:size,size:stride,stride."""
+    yield "", parameter
+    for offset, *rest in torch.ops.octavo._slices(parameter):
+        sizes, strides = rest[: len(rest) // 2], rest[len(rest) // 2 :]
+        suffix = f"@{offset}:{','.join(map(str, sizes))}:{','.join(map(str, strides))}"
+        yield suffix, _slice(parameter, suffix)
+
+
+def _slice(parameter: torch.Tensor, suffix: str) -> torch.Tensor:
+    offset, *layout = suffix[1:].split(":")
+    sizes, strides = ([int(n) for n in numbers.split(",")] for numbers in layout)
+    with torch.no_grad():
+        return parameter.as_strided(sizes, strides, int(offset))
+
+
+def _find(name: str, parameters: dict[str, torch.nn.Parameter]) -> torch.Tensor | None:
+    """The weight that an entry's name means; None if the model has none such."""
+    owner, at, suffix = name.rpartition("@") if "@" in name else (name, "", "")
+    if owner not in parameters:
+        return None
+    if not at:
+        return parameters[owner]
+    try:
+        return _slice(parameters[owner], at + suffix)
+    except (ValueError, RuntimeError):
+        return None
 
 
 def load_state_dict(model: torch.nn.Module, state: dict[str, Any]) -> None:
@@ -117,19 +151,19 @@ def load_state_dict(model: torch.nn.Module, state: dict[str, Any]) -> None:
             "octavo: the scaling state does not fit this model, nothing was loaded: " + "; ".join(problems)
         )
     for name, entry in state["linears"].items():
-        torch.ops.octavo._write_state(parameters[name], *(entry[key] for key in _TENSORS), entry["policy"])
+        torch.ops.octavo._write_state(_find(name, parameters), *(entry[key] for key in _TENSORS), entry["policy"])
 
 
 def _problems(name: str, entry: Any, parameters: dict[str, torch.nn.Parameter]) -> list[str]:
-    if name not in parameters:
-        return [f"{name!r} is not a parameter of the model"]
+    if _find(name, parameters) is None:
+        return [f"{name!r} is not a parameter of the model, nor a slice of one"]
     keys = {*_TENSORS, "policy"}
     if not isinstance(entry, dict) or set(entry) != keys:
         found = sorted(entry) if isinstance(entry, dict) else type(entry).__name__
         return [f"{name!r} must have the entries {sorted(keys)}, not {found}"]
-    history_len = _history_len(entry["policy"])
-    if history_len is None:
+    if not isinstance(entry["policy"], str) or not torch.ops.octavo._is_policy(entry["policy"]):
         return [f"{name!r} has the unknown policy {entry['policy']!r}"]
+    history_len = int(entry["policy"].split(":")[1])
     shapes = {"scale": [3], "pending": [3], "seeded": [3], "history": [3, history_len]}
     misshapen = [
         f"{name!r} has {key} of shape {list(getattr(entry[key], 'shape', ['no tensor']))}, not {shape}"
@@ -153,9 +187,3 @@ _RULES = (
     ("history", "finite and not negative", _is_finite_and_not_negative),
     ("history", "positive where it is seeded", lambda t, seeded: (t.cpu() > 0).all(-1) | ~seeded),
 )
-
-
-def _history_len(policy: Any) -> int | None:
-    """The window's length out of a policy's text, which begins kind:history_len:; None if it is no such text."""
-    fields = policy.split(":") if isinstance(policy, str) else []
-    return int(fields[1]) if len(fields) >= 6 and fields[1].isdigit() and fields[0] in "0123" else None
