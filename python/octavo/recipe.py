@@ -7,13 +7,13 @@ A *step* is what a quantised value is multiplied with to get the value back: x ~
 from __future__ import annotations
 
 import enum
-import hashlib
 import math
 import struct
-import weakref
 from typing import Any
 
 import torch
+
+from octavo._identity import class_name, describe
 
 
 class FP8Format(enum.Enum):
@@ -191,8 +191,8 @@ class FP8Recipe(metaclass=_FrozenWhenMade):
     def _identity(self) -> str:
         """What the policy is, as text, without the products, which scale nothing."""
         values = {k: v for k, v in self._values().items() if k not in ("forward", "dgrad", "wgrad")}
-        described = ", ".join(f"{name}={_describe(name, value)}" for name, value in values.items())
-        return f"{_class_name(type(self))}({described})"
+        described = ", ".join(f"{name}={describe(name, value)}" for name, value in values.items())
+        return f"{class_name(type(self))}({described})"
 
     def _key(self) -> tuple[str, ...]:
         return (self._identity(), *self._products())
@@ -208,33 +208,6 @@ class FP8Recipe(metaclass=_FrozenWhenMade):
     def __repr__(self) -> str:
         described = ", ".join(f"{name}={value!r}" for name, value in self._values().items())
         return f"{type(self).__name__}({described})"
-
-
-_classes: dict[str, weakref.WeakKeyDictionary[type, int]] = {}
-_last_numbers: dict[str, int] = {}
-
-
-def _class_name(cls: type) -> str:
-    """A name for a class: its own, and a number where another class of this process had that name first."""
-    name = f"{cls.__module__}.{cls.__qualname__}"
-    numbers = _classes.setdefault(name, weakref.WeakKeyDictionary())
-    if cls not in numbers:
-        _last_numbers[name] = numbers[cls] = _last_numbers.get(name, 0) + 1
-    return name if numbers[cls] == 1 else f"{name}#{numbers[cls]}"
-
-
-def _describe(name: str, value: Any) -> str:
-    """An attribute's value as text that tells different values apart and is the same for equal ones."""
-    if isinstance(value, torch.Tensor):
-        contents = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        return f"tensor({value.dtype}, {list(value.shape)}, {hashlib.sha256(contents).hexdigest()})"
-    text = repr(value)
-    if " at 0x" in text:
-        raise TypeError(
-            f"octavo: the recipe's attribute {name}={text} cannot be compared by value, as equal recipes share their "
-            "state; give its class a __repr__ that tells its value, or write the policy as a method"
-        )
-    return text
 
 
 def _float32(value: float) -> float:
