@@ -49,7 +49,6 @@ FORMS = (
     Form("row + col + sums", sums=True),
     Form("row + col, fp32 in", dtype=torch.float32),
     Form("row + col, dynamic", dynamic=True),
-    Form("amax alone", row=False, col=False),
 )
 
 
