@@ -9,10 +9,33 @@ them a recomputation needs `context_fn`, as torch documents it.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.utils.checkpoint as checkpoint
+
+
+class _Recomputing(threading.local):
+    """The reentrant checkpoints that this thread is inside of, and what waits until it is out of all of them."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.deferred: list[Callable[[], None]] = []
+
+
+_recomputing = _Recomputing()
+
+
+def after_backward(call: Callable[[], None]) -> None:
+    """Makes `call` when the backward that this thread runs is over: the whole of it, where a reentrant checkpoint has
+    begun one of its own inside, which torch's own callbacks would not wait beyond."""
+    if _recomputing.depth:
+        _recomputing.deferred.append(call)
+    else:
+        torch.autograd.Variable._execution_engine.queue_callback(call)
+
 
 Region = Callable[[], Any]  # gives a context manager
 
@@ -41,8 +64,16 @@ def install(region_in_force: Callable[[], Region]) -> None:
 
     @functools.wraps(original_backward)
     def backward(ctx: Any, *args: Any) -> Any:
-        with ctx.octavo_region():
-            return original_backward(ctx, *args)
+        _recomputing.depth += 1
+        try:
+            with ctx.octavo_region():
+                return original_backward(ctx, *args)
+        finally:
+            _recomputing.depth -= 1
+            if _recomputing.depth == 0:
+                calls, _recomputing.deferred = _recomputing.deferred, []
+                for call in calls:
+                    after_backward(call)
 
     init._octavo = True  # type: ignore[attr-defined]
     frame.__init__ = init

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from octavo import _optimizers
+from octavo import _checkpoint, _optimizers
 from octavo.recipe import FP8Format, FP8Recipe
 
 _recipes: dict[str, FP8Recipe] = {}  # recipes of Python's own, by identity
@@ -46,7 +46,7 @@ def _advance(owner: int, found_inf: torch.Tensor | None) -> None:
     if torch._C._current_graph_task_id() == -1:
         _advance_now(owner, found_inf)
     else:  # an optimizer that steps inside a backward: the rest of that backward belongs to the old scales
-        torch.autograd.Variable._execution_engine.queue_callback(lambda: _advance_now(owner, found_inf))
+        _checkpoint.after_backward(lambda: _advance_now(owner, found_inf))
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ import contextlib
 import pytest
 import torch
 from checks import assert_same_state, snapshot
-from runs import network
+from runs import linear, network
 from torch.utils.checkpoint import checkpoint
 
 import octavo
@@ -60,3 +60,38 @@ def test_a_backward_in_a_region_does_not_recompute_in_it(device: torch.device, r
     with octavo.fp8_autocast():
         y.float().square().mean().backward()
     assert octavo.report().fp8_calls == 0
+
+
+def test_an_optimizer_in_backward_waits_for_the_whole_of_it(device: torch.device) -> None:
+    """Frozen layers with a trained shift behind each, whose optimizer steps as soon as its gradient is there, in the
+    backward that a reentrant checkpoint runs inside the outer one. Blocks that are recomputed after that still have the
+    scales of their forward."""
+    frozen = [linear(16, 16, BF16, device, bias=False).requires_grad_(False) for _ in range(2)]
+    shifts = [torch.nn.Parameter(torch.zeros(16, device=device, dtype=BF16)) for _ in range(2)]
+    optimizers = [torch.optim.SGD([shift], lr=0.0) for shift in shifts]
+    outputs: dict[int, list[torch.Tensor]] = {0: [], 1: []}
+
+    def block(i: int, h: torch.Tensor) -> torch.Tensor:
+        y = frozen[i](h) + shifts[i]
+        outputs[i].append(y.detach().clone())
+        return y
+
+    def step(x: torch.Tensor, blocks: int = 2) -> None:
+        h = x.clone().requires_grad_()
+        with octavo.fp8_autocast():
+            for i in range(blocks):
+                h = checkpoint(block, i, h, use_reentrant=True)
+            h.float().sum().backward()
+
+    x = torch.randn(4, 16, device=device, dtype=BF16)
+    step(x)
+    octavo.step()
+    with octavo.fp8_autocast():
+        frozen[0]((x * 100).requires_grad_()).sum().backward()  # what the advance will bring into the history
+    for shift, optimizer in zip(shifts, optimizers, strict=True):
+        shift.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step())
+    outputs[0].clear(), outputs[1].clear()
+    step(x)
+    for forward, *recomputed in outputs.values():
+        assert recomputed and all(torch.equal(forward, again) for again in recomputed)
+    assert snapshot(frozen[0].weight)["x_hist"].max() == (x * 100).abs().max().float().cpu()
