@@ -233,8 +233,9 @@ void write_state(const at::Tensor& weight, const StateTensors& state) {
               "octavo: the state's shapes do not fit its policy \"", state.policy, "\"");
   auto [leaf, key] = leaf_of(weight);
   TORCH_CHECK(leaf.defined(), "octavo: only a parameter, or a slice of one, can hold scaling state");
-  const auto scale = state.scale.to(at::kCPU, at::kFloat), pending = state.pending.to(at::kCPU, at::kFloat),
-             seeded = state.seeded.to(at::kCPU, at::kBool);
+  const auto scale = state.scale.to(at::kCPU, at::kFloat).contiguous(),
+             pending = state.pending.to(at::kCPU, at::kFloat).contiguous(),
+             seeded = state.seeded.to(at::kCPU, at::kBool).contiguous();
 
   std::lock_guard lock(live().mutex);
   const WithoutModes without_modes;
@@ -247,8 +248,12 @@ void write_state(const at::Tensor& weight, const StateTensors& state) {
   slot.owner = static_cast<int32_t>(parameter.owner);
   slot.ring = linear->ring_of(policy.history_len);
   slot.policy = policy;
-  for (int64_t i = 0; i < kOperands; ++i)
-    slot.operand[i] = {scale[i].item<float>(), pending[i].item<float>(), 0, seeded[i].item<bool>(), 0, 0};
+  for (int64_t i = 0; i < kOperands; ++i) {  // as they are, here too: item() goes by way of a double
+    auto& operand = slot.operand[i];
+    operand.scale = scale.const_data_ptr<float>()[i];
+    operand.pending = pending.const_data_ptr<float>()[i];
+    operand.seeded = seeded.const_data_ptr<bool>()[i];
+  }
   linear->arena->ring_floats(slot.ring, policy.history_len).copy_(state.history);
   auto words = at::empty({word(sizeof slot)}, at::kInt);
   std::memcpy(words.mutable_data_ptr(), &slot, sizeof slot);

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from checks import assert_bits, assert_same_state, snapshot
+from runs import linear
 from samples import every_16_bit_value, float32_samples
 
 import octavo
@@ -84,3 +85,16 @@ def test_flush_to_zero_changes_no_layer() -> None:
     assert_bits(results[1][0], results[0][0])
     assert_same_state(results[1][1], results[0][1])
     assert_same_state(results[1][2], results[0][2])
+
+
+def test_flush_to_zero_changes_no_saved_state() -> None:
+    """A subnormal amax survives being read, saved and loaded where subnormals are flushed."""
+    layers = [linear(16, 16, torch.bfloat16, torch.device("cpu")) for _ in range(2)]
+    x = torch.full((4, 16), 1e-39).to(torch.bfloat16)
+    with octavo.fp8_autocast():
+        layers[0](x).backward(torch.ones(4, 16, dtype=torch.bfloat16))
+    want = snapshot(layers[0].weight)
+    assert 0 < want["x_pending"] < torch.finfo(torch.float32).tiny
+    with flush_to_zero():
+        octavo.load_state_dict(layers[1], octavo.state_dict(layers[0]))
+    assert_same_state(snapshot(layers[1].weight), want)
