@@ -40,8 +40,10 @@ def install() -> None:
 
     @functools.wraps(original)
     def add_param_group(self: Optimizer, param_group: dict[str, Any]) -> None:
+        global _changes
         original(self, param_group)
         _meet(self)
+        _changes += 1
 
     add_param_group._octavo = True  # type: ignore[attr-defined]
     Optimizer.add_param_group = add_param_group  # type: ignore[method-assign]

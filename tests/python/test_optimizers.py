@@ -196,3 +196,25 @@ def test_a_step_made_empty_by_grad_scaler_advances_nothing(device: torch.device,
             assert before["x_pending"].item() == amaxes[1]
         weight = layer.weight.detach().clone()
     assert meta(layer.weight).x_hist.tolist() == [amaxes[0], amaxes[0], max(amaxes[1:])]
+
+
+def test_parameters_that_join_an_optimizer_later(device: torch.device) -> None:
+    """They are that optimizer's from then on, though it has not stepped since: another one's step leaves them alone."""
+    mine, other = (linear(24, 24, BF16, device) for _ in range(2))
+    first = torch.optim.SGD(mine.parameters(), lr=0.0)
+    second = torch.optim.SGD(linear(2, 2, BF16, device).parameters(), lr=0.0)
+
+    def use() -> None:
+        with octavo.fp8_autocast():
+            y = other(mine(torch.randn(7, 24, device=device, dtype=BF16)))
+        y.backward(torch.randn_like(y))
+
+    use()
+    first.step()
+    use()
+    second.add_param_group({"params": list(other.parameters())})
+    pending = snapshot(other.weight)
+    first.step()
+    assert_same_state(snapshot(other.weight), pending)
+    second.step()
+    assert meta(other.weight).x_pending == 0
