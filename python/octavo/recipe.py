@@ -82,8 +82,8 @@ class _FrozenWhenMade(type):
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         made = super().__call__(*args, **kwargs)
-        made._identity()  # raises where an attribute cannot be compared
-        object.__setattr__(made, "_frozen", True)
+        # Once: regions ask for it each time they are entered, and it may have to read a tensor's values.
+        object.__setattr__(made, "_text", made._identify())  # raises where an attribute cannot be compared
         return made
 
 
@@ -145,7 +145,7 @@ class FP8Recipe(metaclass=_FrozenWhenMade):
             _check_precision(product, getattr(self, product))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if self.__dict__.get("_frozen"):
+        if "_text" in self.__dict__:
             raise AttributeError(f"octavo: recipes are immutable; make a new {type(self).__name__} to change {name!r}")
         object.__setattr__(self, name, value)
 
@@ -180,7 +180,7 @@ class FP8Recipe(metaclass=_FrozenWhenMade):
 
     def _values(self) -> dict[str, Any]:
         options = {name: getattr(self, name) for name in FP8Recipe.__annotations__}
-        return {name: value for name, value in sorted({**options, **vars(self)}.items()) if name != "_frozen"}
+        return {name: value for name, value in sorted({**options, **vars(self)}.items()) if name != "_text"}
 
     def _products(self) -> list[str]:
         return [self.forward, self.dgrad, self.wgrad]
@@ -190,6 +190,9 @@ class FP8Recipe(metaclass=_FrozenWhenMade):
 
     def _identity(self) -> str:
         """What the policy is, as text, without the products, which scale nothing."""
+        return self.__dict__["_text"]
+
+    def _identify(self) -> str:
         values = {k: v for k, v in self._values().items() if k not in ("forward", "dgrad", "wgrad")}
         described = ", ".join(f"{name}={describe(name, value)}" for name, value in values.items())
         return f"{class_name(type(self))}({described})"
