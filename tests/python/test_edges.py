@@ -88,7 +88,6 @@ def test_a_recipe_of_high_precision_alone_is_reported_so(device: torch.device) -
     """Nothing of it runs in FP8, and the bits are those outside."""
     layer, x = linear(24, 16, BF16, device), torch.randn(7, 24, device=device, dtype=BF16)
     with octavo.fp8_autocast(recipe=octavo.DelayedScaling(forward="high", dgrad="high", wgrad="high")):
-        assert_bits(layer(x), layer(x))
         y = layer(x)
     assert_bits(y, layer(x))
     (row,) = octavo.report().rows
@@ -98,12 +97,11 @@ def test_a_recipe_of_high_precision_alone_is_reported_so(device: torch.device) -
 def test_temporary_weights_cost_no_claims(device: torch.device) -> None:
     """A weight made anew for each use, as a dequantised base is, gives optimizers nothing to look at."""
     base, x = torch.randn(16, 24, device=device), torch.randn(7, 24, device=device, dtype=BF16)
-    before = torch.ops.octavo._states_made()
+    before, slots = torch.ops.octavo._states_made(), torch.ops.octavo._arena_use()[0]
     for _ in range(10):
         with octavo.fp8_autocast(), torch.no_grad():
             F.linear(x, base.to(BF16))
     assert torch.ops.octavo._states_made() == before
-    slots = torch.ops.octavo._arena_use()[0]
     gc.collect()
     assert torch.ops.octavo._arena_use()[0] <= slots
 
