@@ -33,7 +33,8 @@ using OptionalTensor = std::optional<Tensor>;
 thread_local bool turned_down = false;
 struct TurnedDown {
   TurnedDown() { turned_down = true; }
-  ~TurnedDown() { turned_down = false; }
+  ~TurnedDown() { turned_down = before; }
+  const bool before = turned_down;
 };
 
 bool is_half(at::ScalarType dtype) { return dtype == at::kBFloat16 || dtype == at::kHalf; }

@@ -18,19 +18,19 @@
 #include <torch/csrc/autograd/saved_variable.h>
 
 #include "linear_state.h"
+#include "ops/checks.h"
 #include "ops/primitives.h"
 
 namespace octavo {
 namespace {
 
 using at::Tensor;
+using ops::as_matrix;
 using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 
 bool in_fp8(Precision precision) { return precision != Precision::kHigh; }
 bool fast(Precision precision) { return precision == Precision::kFast; }
-
-Tensor as_matrix(const Tensor& x) { return x.dim() == 2 ? x : x.reshape({-1, x.size(-1)}); }
 
 at::DimVector with_last(at::IntArrayRef sizes, int64_t last) {
   at::DimVector result(sizes);

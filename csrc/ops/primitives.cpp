@@ -1,18 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "primitives.h"
 
-#include <ATen/core/dispatch/Dispatcher.h>
+#include "find.h"
 
 namespace octavo::ops {
-namespace {
-
-template <class Signature>
-c10::TypedOperatorHandle<Signature> find(const char* name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
-}
-
-}  // namespace
-
 at::Tensor new_tape(const at::Tensor& like, int64_t slot, int64_t generation, int64_t ring, int64_t policy) {
   static const auto op = find<at::Tensor(const at::Tensor&, int64_t, int64_t, int64_t, int64_t)>("octavo::_new_tape");
   return op.call(like, slot, generation, ring, policy);

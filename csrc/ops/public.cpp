@@ -7,6 +7,7 @@
 #include "../policy.h"
 #include "checks.h"
 #include "device.h"
+#include "find.h"
 #include "primitives.h"
 
 namespace octavo {
@@ -16,6 +17,7 @@ using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
 using ops::as_matrix;
+using ops::find;
 
 // The policy by which the taped-step ops are called; nothing of it is used.
 int64_t any_policy() {
@@ -158,11 +160,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> linear_backward_fp8_impl(const Tensor
   }
   if (masks[2]) db = gq.column_sums;
   return {dx, dw, db, amax_at(grad_tape, 0)};
-}
-
-template <class Signature>
-c10::TypedOperatorHandle<Signature> find(const char* name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
 }
 
 }  // namespace
