@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from timing import copy_rate, environment, time_interleaved
 
 import octavo
 
 SHAPES = ((16384, 8192), (8192, 4096), (4096, 4096), (4096, 1536))
-X, G = 0, 2  # operands, as csrc/slot.h numbers them
-TAPED, AMAX = 0, 1  # where the step comes from, as csrc/ops/primitives.h numbers it
+ROW, COL, STEP = 1, 2, 4  # what to make, as the bits of csrc/ops/primitives.h
 
 
 @dataclass(frozen=True)
@@ -46,25 +46,56 @@ FORMS = (
     Form("row + col, delayed"),
     Form("row, delayed", col=False),
     Form("col, delayed", row=False),
-    Form("row + col + sums", sums=True),
+    Form("row + col + sums, recorded", sums=True),
     Form("row + col, fp32 in", dtype=torch.float32),
     Form("row + col, dynamic", dynamic=True),
 )
 
 
-def enqueue(form: Form, x: torch.Tensor, policy: int) -> Callable[[int], None]:
-    """The form's call on x [rows, cols]. Delayed: the step is known, and the amax is measured on the way, as for dy."""
-    taped = torch.tensor([0.01, 0, 0, 0], device="cuda").view(torch.int32)  # one TapedOperand, its step first
-    operand, source = (X, AMAX) if form.dynamic else (G, TAPED)
-    sums = torch.bfloat16 if form.sums else None
+@dataclass(frozen=True)
+class Slot:
+    """Where a linear keeps its scaling state, as the ops want it, and the ids of two policies."""
 
-    def run(iterations: int) -> None:
+    weight: torch.nn.Parameter  # keeps it alive
+    place: tuple[int, int, int]
+    delayed: int
+    dynamic: int
+
+
+def seeded_slot() -> Slot:
+    """A slot whose three operands have a history."""
+    w = torch.nn.Parameter(torch.randn(16, 16, device="cuda", dtype=torch.bfloat16))
+    x = torch.randn_like(w).requires_grad_()
+    with octavo.fp8_autocast(recipe="delayed"):
+        F.linear(x, w).sum().backward()
+    octavo.step()
+    torch.cuda.synchronize()
+    *_, policy, _ = torch.ops.octavo._read_state(w)
+    *place, seeded, delayed = torch.ops.octavo._slot_of(w, policy)
+    assert seeded
+    *_, dynamic = torch.ops.octavo._slot_of(w, "2:0:0x1p+0:0:448,448,57344:")
+    return Slot(w, tuple(place), delayed, dynamic)
+
+
+def enqueue(form: Form, x: torch.Tensor, slot: Slot) -> Callable[[int], None]:
+    """The form's call on x [rows, cols], as a linear makes it: of its input in forward, or, with sums, of its gradient.
+
+    Delayed: the step is known, and the amax is measured on the way.
+    """
+    copies, fp8 = ROW * form.row + COL * form.col, torch.float8_e4m3fn
+    policy = slot.dynamic if form.dynamic else slot.delayed
+    place = (-1, 0, 0, False) if form.dynamic else (*slot.place, True)
+    *_, tape = torch.ops.octavo._quantize_forward(x, x, *slot.place, True, slot.delayed, fp8, fp8, 0, STEP, True)
+
+    def forward(iterations: int) -> None:
         for _ in range(iterations):
-            torch.ops.octavo._quantize_operand(
-                x, taped, operand, source, policy, torch.float8_e4m3fn, form.row, form.col, sums
-            )
+            torch.ops.octavo._quantize_forward(x, x, *place, policy, fp8, fp8, copies, 0, not form.dynamic)
 
-    return run
+    def backward(iterations: int) -> None:
+        for _ in range(iterations):
+            torch.ops.octavo._quantize_backward(x, None, tape, policy, fp8, fp8, copies, torch.bfloat16, True, True)
+
+    return backward if form.sums else forward
 
 
 def main() -> int:
@@ -73,21 +104,20 @@ def main() -> int:
     options = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("quantize.py: PyTorch sees no GPU here")
-    with octavo.fp8_autocast(recipe="dynamic"):  # makes the first policy, whose number is 1
-        policy = 1
+    slot = seeded_slot()
     copied = copy_rate()
     print(", ".join(f"{k} {v}" for k, v in environment().items()))
     print(f"Copy {copied / 1e9:.0f} GB/s. GB/s of each form, and percent of the copy.\n")
-    print(f"{'form':<22}" + "".join(f"{f'{m} x {n}':>18}" for m, n in SHAPES))
+    print(f"{'form':<28}" + "".join(f"{f'{m} x {n}':>18}" for m, n in SHAPES))
     rates: dict[str, list[float]] = {form.name: [] for form in FORMS}
     for shape in SHAPES:
         inputs = {dtype: torch.randn(shape, device="cuda").to(dtype) for dtype in {form.dtype for form in FORMS}}
-        timings = time_interleaved({form.name: enqueue(form, inputs[form.dtype], policy) for form in FORMS})
+        timings = time_interleaved({form.name: enqueue(form, inputs[form.dtype], slot) for form in FORMS})
         for form in FORMS:
             moved = form.moved(shape[0] * shape[1])
             rates[form.name].append(moved / (timings[form.name].device_ms * 1e-3))
     for name, row in rates.items():
-        print(f"{name:<22}" + "".join(f"{rate / 1e9:>11.0f} {100 * rate / copied:>5.0f}%" for rate in row))
+        print(f"{name:<28}" + "".join(f"{rate / 1e9:>11.0f} {100 * rate / copied:>5.0f}%" for rate in row))
     if options.json:
         options.json.write_text(json.dumps({"environment": environment(), "copy": copied, "rates": rates}, indent=1))
     return 0

@@ -20,7 +20,9 @@ void* allocate_host(std::size_t bytes, c10::Device) {
 
 struct Registry {
   std::mutex mutex;
-  std::map<c10::DeviceType, DeviceMemory> memory = {{c10::kCPU, {&allocate_host, [](c10::Device) { return false; }}}};
+  std::map<c10::DeviceType, DeviceMemory> memory = {
+      {c10::kCPU,
+       {&allocate_host, &allocate_host, [](c10::Device) { return false; }, [](c10::Device) -> uint64_t { return 0; }}}};
   std::map<std::pair<c10::DeviceType, c10::DeviceIndex>, std::unique_ptr<Arena>> arenas;
 };
 
@@ -83,6 +85,7 @@ Arena::Handle Arena::take_slot() {
   auto words = slot_words(slot);
   words.zero_();
   words[offsetof(Slot, generation) / sizeof(int32_t)].fill_(handle.generation);
+  words[offsetof(Slot, version) / sizeof(int32_t)].fill_(handle.generation);
   return handle;
 }
 
@@ -106,11 +109,14 @@ ArenaView Arena::view() {
   return view_;
 }
 
-at::Tensor Arena::slot_words(int32_t slot) {
+const Slot* Arena::slot_at(int32_t slot) const {
   const int chunk = chunk_of(slot, ArenaView::kFirstSlots);
-  Slot* base = view_.slots[chunk] ? view_.slots[chunk] : grow_to_slot(slot);
-  Slot* address = base + (slot - chunk_begin(chunk, ArenaView::kFirstSlots));
-  return at::from_blob(address, {static_cast<int64_t>(sizeof(Slot) / sizeof(int32_t))},
+  return view_.slots[chunk] + (slot - chunk_begin(chunk, ArenaView::kFirstSlots));
+}
+
+at::Tensor Arena::slot_words(int32_t slot) {
+  if (!view_.slots[chunk_of(slot, ArenaView::kFirstSlots)]) grow_to_slot(slot);
+  return at::from_blob(const_cast<Slot*>(slot_at(slot)), {static_cast<int64_t>(sizeof(Slot) / sizeof(int32_t))},
                        at::TensorOptions().dtype(at::kInt).device(device_));
 }
 
@@ -130,16 +136,38 @@ int64_t Arena::bytes() {
   return bytes_;
 }
 
-Slot* Arena::grow_to_slot(int32_t slot) {
+int32_t Arena::new_version() {
+  std::lock_guard lock(mutex_);
+  return next_generation_++;
+}
+
+bool Arena::is_seeded(int32_t slot, int32_t version) const {
+  const int chunk = chunk_of(slot, ArenaView::kFirstSlots);
+  int32_t* words = view_.seeded[chunk] + kOperands * (slot - chunk_begin(chunk, ArenaView::kFirstSlots));
+  for (int o = 0; o < kOperands; ++o)
+    if (std::atomic_ref(words[o]).load(std::memory_order_relaxed) != version) return false;
+  return true;
+}
+
+bool Arena::note_stream() {
+  if (!one_stream_.load(std::memory_order_relaxed)) return false;
+  const uint64_t current = memory_.stream(device_);
+  uint64_t first = kNoStream;
+  if (stream_.compare_exchange_strong(first, current) || first == current) return true;
+  one_stream_ = false;
+  return false;
+}
+
+void Arena::grow_to_slot(int32_t slot) {
   const int chunk = chunk_of(slot, ArenaView::kFirstSlots);
   TORCH_CHECK(chunk < ArenaView::kChunks, "octavo: more than ", chunk_begin(ArenaView::kChunks, ArenaView::kFirstSlots),
               " linears alive on ", device_);
   if (!view_.slots[chunk]) {
-    const auto bytes = sizeof(Slot) * (static_cast<std::size_t>(ArenaView::kFirstSlots) << chunk);
-    view_.slots[chunk] = static_cast<Slot*>(memory_.allocate(bytes, device_));
-    bytes_ += static_cast<int64_t>(bytes);
+    const auto count = static_cast<std::size_t>(ArenaView::kFirstSlots) << chunk;
+    view_.seeded[chunk] = static_cast<int32_t*>(memory_.allocate_shared(sizeof(int32_t) * kOperands * count, device_));
+    view_.slots[chunk] = static_cast<Slot*>(memory_.allocate(sizeof(Slot) * count, device_));
+    bytes_ += static_cast<int64_t>(sizeof(Slot) * count);
   }
-  return view_.slots[chunk];
 }
 
 int32_t Arena::bump_floats(int64_t count) {

@@ -6,6 +6,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <map>
@@ -18,8 +19,10 @@ namespace octavo {
 
 // How to get memory on a type of device. The CPU's is built in; the CUDA half registers its own when it is loaded.
 struct DeviceMemory {
-  void* (*allocate)(std::size_t bytes, c10::Device device);  // zeroed, never freed
-  bool (*is_capturing)(c10::Device device);                  // the current stream records a CUDA graph
+  void* (*allocate)(std::size_t bytes, c10::Device device);         // zeroed, never freed
+  void* (*allocate_shared)(std::size_t bytes, c10::Device device);  // the same, on the host, where both can write
+  bool (*is_capturing)(c10::Device device);                         // the current stream records a CUDA graph
+  uint64_t (*stream)(c10::Device device);                           // the current one, as a number
 };
 void register_device_memory(c10::DeviceType type, DeviceMemory memory);
 
@@ -34,7 +37,7 @@ class Arena {
 
   struct Handle {
     int32_t slot;
-    int32_t generation;
+    int32_t generation;  // the slot's first version too
   };
   using Rings = std::vector<std::pair<int64_t, int32_t>>;  // length of history, position in the pool
   // A clean slot. Throws while a CUDA graph is being captured: the cleaning would be replayed with it.
@@ -46,12 +49,20 @@ class Arena {
   int32_t take_rings(int64_t history_len);
 
   ArenaView view();
+  const Slot* slot_at(int32_t slot) const;  // on the device
   c10::Device device() const { return device_; }
 
   // int32 words of a slot / floats of its rings, as tensors over the arena's own memory.
   at::Tensor slot_words(int32_t slot);
   at::Tensor ring_floats(int32_t ring, int64_t history_len);
   bool is_capturing() const { return memory_.is_capturing(device_); }
+
+  // For a slot that is emptied or loaded: what was known of its history is no longer.
+  int32_t new_version();
+  // Whether the device has told that all operands of the slot have had a history under this version. Waits for nothing.
+  bool is_seeded(int32_t slot, int32_t version) const;
+  // Says that the current stream uses or advances slots; false once more than one stream has.
+  bool note_stream();
   // Some tensor of the arena, to dispatch on its device with.
   at::Tensor anchor() { return slot_words(0); }
 
@@ -59,7 +70,8 @@ class Arena {
   int64_t bytes();
 
  private:
-  Slot* grow_to_slot(int32_t slot);
+  static constexpr uint64_t kNoStream = ~uint64_t{0};
+  void grow_to_slot(int32_t slot);
   int32_t bump_floats(int64_t count);
   void refuse_capture() const;
 
@@ -72,6 +84,8 @@ class Arena {
   int32_t next_generation_ = 1;
   std::vector<std::pair<int32_t, Rings>> free_slots_;
   std::map<int64_t, std::vector<int32_t>> free_rings_;  // by length
+  std::atomic<uint64_t> stream_ = kNoStream;
+  std::atomic<bool> one_stream_ = true;
 };
 
 }  // namespace octavo

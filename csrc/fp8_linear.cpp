@@ -40,13 +40,11 @@ at::DimVector with_last(at::IntArrayRef sizes, int64_t last) {
 
 // What forward makes for backward.
 struct Saved {
-  Tensor x;     // wgrad's operand: the transposed FP8 copy, or x itself; undefined if wgrad is not wanted
-  Tensor tape;  // undefined if nothing was quantised
+  Tensor x;              // wgrad's operand: the transposed FP8 copy, or x itself; undefined if wgrad is not wanted
+  Tensor tape;           // undefined if nothing was quantised
+  bool seeded = false;   // g's step is on the tape
+  bool records = false;  // there is a slot to record in
 };
-
-ops::StepSource step_source(const ScalingPolicy& policy) {
-  return policy.kind == ScalingKind::kDynamic ? ops::StepSource::kAmax : ops::StepSource::kHistory;
-}
 
 struct Forward {
   const Tensor& x;
@@ -56,37 +54,37 @@ struct Forward {
   const Region& region;
   bool needs_dx;
   bool needs_dw;
+  bool needs_db;
 
   // The 2-D result, and what backward needs.
   std::pair<Tensor, Saved> run() const {
     const auto& products = region.products;
-    const bool x_row = in_fp8(products.forward), x_col = needs_dw && in_fp8(products.wgrad);
-    const bool w_row = in_fp8(products.forward), w_step = w_row || (needs_dx && in_fp8(products.dgrad));
+    const auto& types = region.types.type;
+    const bool forward = in_fp8(products.forward), x_col = needs_dw && in_fp8(products.wgrad);
+    const auto x_copies = ops::copies(forward, x_col);
+    const auto w_copies = ops::copies(forward, false, needs_dx && in_fp8(products.dgrad));
     const auto x2 = as_matrix(x);
     Saved saved;
     Tensor y;
-    ops::Quantized xq, wq;
-    if (x_row || x_col || w_step) {
-      const auto slot = slot_of(w, region.policy, needs_dx || needs_dw);
-      saved.tape = ops::new_tape(x, slot.slot, slot.generation, slot.ring, region.policy.id);
-      if (x_row || x_col) xq = quantize(x2, saved.tape, kX, {.row = x_row, .col = x_col});
-      if (w_step) wq = quantize(w, saved.tape, kW, {.row = w_row});
+    ops::ForwardOperands q;
+    if (x_copies || w_copies) {
+      const bool trains = needs_dx || needs_dw || needs_db;
+      const auto slot = slot_of(w, region.policy, trains);
+      saved.seeded = slot.seeded;
+      saved.records = trains && slot.slot >= 0;
+      q = ops::quantize_forward(x2, w, slot, region.policy.id, types[kX], types[kW], x_copies, w_copies, saved.records);
+      saved.tape = q.tape;
     }
     const auto b = bias ? std::optional(bias->to(compute)) : std::nullopt;
-    if (in_fp8(products.forward)) {
-      y = ops::mm(xq.row, wq.row, saved.tape, ops::tape_word(kX), saved.tape, ops::tape_word(kW), b, x2.size(0),
-                  w.size(0), compute, fast(products.forward));
+    if (forward) {
+      y = ops::mm(q.x_row, q.w_row, q.tape, ops::tape_word(kX), q.tape, ops::tape_word(kW), b, x2.size(0), w.size(0),
+                  compute, fast(products.forward));
     } else {
       y = at::native::linear(x2.to(compute), w.to(compute), b);  // not at::linear, which would come back to us
     }
     // In high precision the user's own tensor, not a view made here: a change of it before backward has to be noticed.
-    if (needs_dw) saved.x = x_col ? xq.col : x.to(compute);
+    if (needs_dw) saved.x = x_col ? q.x_col : x.to(compute);
     return {std::move(y), std::move(saved)};
-  }
-
-  ops::Quantized quantize(const Tensor& matrix, const Tensor& tape, Operand operand, const ops::Wanted& wanted) const {
-    return ops::quantize_operand(matrix, tape, operand, step_source(region.policy), region.policy.id,
-                                 region.types.type[operand], wanted);
   }
 };
 
@@ -116,7 +114,9 @@ class Fp8LinearBackward final : public torch::autograd::Node {
         w_like_{call.w.scalar_type(), at::DimVector(call.w.sizes())},
         bias_dtype_(call.bias ? call.bias->scalar_type() : call.compute),
         compute_(call.compute),
-        policy_(call.region.policy),
+        policy_(call.region.policy.id),
+        seeded_(saved.seeded),
+        records_(saved.records),
         types_(call.region.types),
         products_(call.region.products) {}
 
@@ -148,44 +148,39 @@ class Fp8LinearBackward final : public torch::autograd::Node {
                db = task_should_compute_output(2);
     const bool dx_fp8 = dx && in_fp8(products_.dgrad), dw_fp8 = dw && in_fp8(products_.wgrad);
 
-    Tensor grad_tape;
-    ops::Quantized dyq;
+    ops::BackwardOperands q;
     // Also where only the bias learns: g's history goes on, for when more does again.
-    if (tape.defined() && (in_fp8(products_.dgrad) || in_fp8(products_.wgrad))) {
-      grad_tape = ops::new_gradient_tape(tape);
-      dyq = ops::quantize_operand(
-          dy, grad_tape, kG, step_source(policy_), policy_.id, types_.type[kG],
-          {.row = dx_fp8, .col = dw_fp8, .column_sums = db ? std::optional(bias_dtype_) : std::nullopt});
+    const bool quantizes = tape.defined() && (in_fp8(products_.dgrad) || in_fp8(products_.wgrad));
+    if (quantizes) {
+      q = ops::quantize_backward(dy, dx_fp8 ? std::optional(w) : std::nullopt, tape, policy_, types_.type[kG],
+                                 types_.type[kW], ops::copies(dx_fp8, dw_fp8),
+                                 db ? std::optional(bias_dtype_) : std::nullopt, seeded_, records_);
+    } else if (records_) {
+      ops::record(tape, policy_);
     }
-    if (tape.defined() && policy_.kind != ScalingKind::kDynamic)
-      ops::record(tape, grad_tape.defined() ? std::optional(grad_tape) : std::nullopt, policy_.id);
 
     variable_list result(3);
-    if (dx) result[0] = dx_fp8 ? dgrad(dyq.row, grad_tape, w, tape, dy.size(0)) : high(dy, w).to(x_like_.dtype);
-    if (dw) result[1] = dw_fp8 ? wgrad(dyq.col, grad_tape, x, tape) : high(dy.t(), as_matrix(x)).to(w_like_.dtype);
+    if (dx) result[0] = dx_fp8 ? dgrad(q, tape, dy.size(0)) : high(dy, w).to(x_like_.dtype);
+    if (dw) result[1] = dw_fp8 ? wgrad(q, tape, x) : high(dy.t(), as_matrix(x)).to(w_like_.dtype);
     if (dx) result[0] = result[0].view(x_like_.sizes);
-    if (db) result[2] = grad_tape.defined() ? dyq.column_sums : column_sums(dy);
+    if (db) result[2] = quantizes ? q.sums : column_sums(dy);
     return result;
   }
 
-  Tensor dgrad(const Tensor& dy_row, const Tensor& grad_tape, const Tensor& w, const Tensor& tape, int64_t m) const {
-    const auto wq =
-        ops::quantize_operand(w, tape, kW, ops::StepSource::kTaped, policy_.id, types_.type[kW], {.col = true});
-    return ops::mm(dy_row, wq.col, grad_tape, ops::tape_word(kG), tape, ops::tape_word(kW), {}, m, w_like_.sizes[1],
-                   x_like_.dtype, fast(products_.dgrad));
+  Tensor dgrad(const ops::BackwardOperands& q, const Tensor& tape, int64_t m) const {
+    return ops::mm(q.g_row, q.w_col, q.tape, 0, tape, ops::tape_word(kW), {}, m, w_like_.sizes[1], x_like_.dtype,
+                   fast(products_.dgrad));
   }
 
-  Tensor wgrad(const Tensor& dy_col, const Tensor& grad_tape, const Tensor& x_col, const Tensor& tape) const {
-    return ops::mm(dy_col, x_col, grad_tape, ops::tape_word(kG), tape, ops::tape_word(kX), {}, w_like_.sizes[0],
-                   w_like_.sizes[1], w_like_.dtype, fast(products_.wgrad));
+  Tensor wgrad(const ops::BackwardOperands& q, const Tensor& tape, const Tensor& x_col) const {
+    return ops::mm(q.g_col, x_col, q.tape, 0, tape, ops::tape_word(kX), {}, w_like_.sizes[0], w_like_.sizes[1],
+                   w_like_.dtype, fast(products_.wgrad));
   }
 
   // The bias gradient alone, by the same kernel and so in the same order.
   Tensor column_sums(const Tensor& dy) const {
-    const auto unused = at::zeros({kTapedOperandWords}, dy.options().dtype(at::kInt));
-    return ops::quantize_operand(dy, unused, kG, ops::StepSource::kTaped, policy_.id, types_.type[kG],
-                                 {.column_sums = bias_dtype_})
-        .column_sums;
+    const auto any_step = at::ones({1}, dy.options().dtype(at::kFloat));
+    return ops::quantize_padded(dy, any_step, types_.type[kG], ops::kNoCopies, bias_dtype_).sums;
   }
 
   Tensor high(const Tensor& a, const Tensor& b) const { return at::mm(a.to(compute_), b.to(compute_)); }
@@ -208,7 +203,9 @@ class Fp8LinearBackward final : public torch::autograd::Node {
   const Like w_like_;
   const at::ScalarType bias_dtype_;
   const at::ScalarType compute_;
-  const ScalingPolicy policy_;
+  const int32_t policy_;
+  const bool seeded_;
+  const bool records_;
   const OperandTypes types_;
   const Products products_;
 };
@@ -221,7 +218,7 @@ Tensor fp8_linear(const Tensor& x, const Tensor& w, const std::optional<Tensor>&
   const bool grad = at::GradMode::is_enabled();
   const bool needs_dx = grad && x.requires_grad(), needs_dw = grad && w.requires_grad();
   const bool needs_db = grad && b && b->requires_grad();
-  const Forward call{x, w, b, compute, region, needs_dx, needs_dw};
+  const Forward call{x, w, b, compute, region, needs_dx, needs_dw, needs_db};
   Tensor y;
   Saved saved;
   {

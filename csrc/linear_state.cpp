@@ -14,8 +14,6 @@
 #include <memory>
 #include <set>
 
-#include "ops/primitives.h"
-
 namespace octavo {
 namespace {
 
@@ -25,7 +23,7 @@ constexpr int64_t kStepsNeverTaken = 256;  // training forwards of one weight af
 constexpr int64_t word(std::size_t offset) { return static_cast<int64_t>(offset / sizeof(int32_t)); }
 
 struct LinearState {
-  explicit LinearState(Arena& in, int64_t owned_by) : arena(&in), handle(in.take_slot()) {
+  explicit LinearState(Arena& in, int64_t owned_by) : arena(&in), handle(in.take_slot()), version(handle.generation) {
     if (owned_by) set_owner(owned_by);
   }
   ~LinearState() { arena->free_slot(handle, std::move(rings)); }
@@ -40,8 +38,21 @@ struct LinearState {
   }
   void set_owner(int64_t owner) { arena->slot_words(handle.slot)[word(offsetof(Slot, owner))].fill_(owner); }
 
+  // A record under another policy empties the rings, and may come late, from a backward of long ago: a state that has
+  // known two policies is never sure again.
+  void note_policy(int32_t id) { only_policy = only_policy == 0 || only_policy == id ? id : kSeveral; }
+  // Nothing else than this policy and steps of the owner move the slot (steps of others come from this stream too).
+  bool is_seeded(int32_t policy_id, int64_t owner) const {
+    const bool one_stream = arena->note_stream();
+    return only_policy == policy_id && (owner != 0 || one_stream) && arena->is_seeded(handle.slot, version) &&
+           !arena->is_capturing();
+  }
+
+  static constexpr int32_t kSeveral = -1;
   Arena* arena;
   Arena::Handle handle;
+  int32_t version;
+  int32_t only_policy = 0;  // that a backward may have recorded under, or that was loaded; 0: none yet
   Arena::Rings rings;
   std::vector<int32_t> custom;  // ids of the custom policies that used it
   int64_t trained = 0;          // training forwards
@@ -120,6 +131,7 @@ std::unique_ptr<LinearState> moved(LinearState& from, Arena& to, int64_t owner) 
   const auto device = to.device();
   auto words = from.arena->slot_words(from.handle.slot).to(device).clone();
   words[word(offsetof(Slot, generation))].fill_(state->handle.generation);
+  words[word(offsetof(Slot, version))].fill_(state->version);
   const auto held = from.arena->slot_words(from.handle.slot)[word(offsetof(Slot, ring))].item<int>();
   for (auto [length, ring] : from.rings) {
     const auto mine = state->ring_of(length);
@@ -128,6 +140,7 @@ std::unique_ptr<LinearState> moved(LinearState& from, Arena& to, int64_t owner) 
   }
   to.slot_words(state->handle.slot).copy_(words);
   state->custom = from.custom;
+  state->only_policy = from.only_policy;
   return state;
 }
 
@@ -161,6 +174,7 @@ void note_use(LinearState& state, const ScalingPolicy& policy, bool trains) {
     state.custom.push_back(policy.id);
     live().slots_by_policy.erase(policy.id);
   }
+  if (trains) state.note_policy(policy.id);
   if (trains && ++state.trained == kStepsNeverTaken && live().steps == 0) {
     TORCH_WARN_ONCE("octavo: a weight was used ", kStepsNeverTaken,
                     " times in training and no optimizer step was seen, so its delayed scaling has no history and "
@@ -175,15 +189,17 @@ at::Tensor oldest_first(const at::Tensor& ring, int64_t cursor) { return at::rol
 
 bool can_hold_state(const at::Tensor& weight) { return !weight.is_inference() && leaf_of(weight).first.defined(); }
 
-SlotRef slot_of(const at::Tensor& weight, const ScalingPolicy& policy, bool trains) {
+ops::SlotUse slot_of(const at::Tensor& weight, const ScalingPolicy& policy, bool trains) {
   if (policy.kind == ScalingKind::kDynamic || weight.is_inference()) return {};
   auto [leaf, key] = leaf_of(weight);
   if (!leaf.defined()) return {};
   std::lock_guard lock(live().mutex);
-  auto* state = state_of(parameter_state(leaf), leaf, key, weight.device());
+  auto& parameter = parameter_state(leaf);
+  auto* state = state_of(parameter, leaf, key, weight.device());
   if (!state) return {};
   note_use(*state, policy, trains);
-  return {state->handle.slot, state->handle.generation, state->ring_of(policy.history_len)};
+  return {state->handle.slot, state->handle.generation, state->ring_of(policy.history_len),
+          state->is_seeded(policy.id, parameter.owner)};
 }
 
 std::vector<std::vector<int64_t>> slices_of(const at::Tensor& parameter) {
@@ -243,8 +259,11 @@ void write_state(const at::Tensor& weight, const StateTensors& state) {
   auto* linear = state_of(parameter, leaf, key, weight.device());
   TORCH_CHECK(linear, "octavo: the parameter already has states for ", kMaxViews, " slices");
   note_use(*linear, policy, /*trains=*/false);
+  linear->note_policy(policy.id);
+  linear->version = linear->arena->new_version();
   Slot slot = {};
   slot.generation = linear->handle.generation;
+  slot.version = linear->version;
   slot.owner = static_cast<int32_t>(parameter.owner);
   slot.ring = linear->ring_of(policy.history_len);
   slot.policy = policy;
@@ -289,6 +308,8 @@ void reset_states() {
     for (auto& [key, linear] : parameter->states) {
       auto words = linear->arena->slot_words(linear->handle.slot);
       words.narrow(0, word(offsetof(Slot, policy)), word(sizeof(Slot) - offsetof(Slot, policy))).zero_();
+      linear->version = linear->arena->new_version();
+      words[word(offsetof(Slot, version))].fill_(linear->version);
       linear->trained = 0;
     }
   live().steps = 0;
@@ -312,6 +333,7 @@ void advance_states(int64_t owner, const std::optional<at::Tensor>& found_inf) {
   ++live().steps;
   for (auto* arena : Arena::all()) {
     if (arena->view().slot_count == 0) continue;
+    arena->note_stream();
     const auto anchor = arena->anchor();
     const auto flag = found_inf
                           ? std::optional(found_inf->to(anchor.options().dtype(at::kFloat), /*non_blocking=*/true))

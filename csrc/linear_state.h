@@ -11,19 +11,14 @@
 #include <vector>
 
 #include "arena.h"
+#include "ops/primitives.h"
 #include "policy.h"
 
 namespace octavo {
 
-struct SlotRef {
-  int32_t slot = -1;  // -1: stateless, every use takes the tensor's own amax
-  int32_t generation = 0;
-  int32_t ring = 0;
-};
-
 // The slot of a weight under a policy, made on first use. Stateless: dynamic scaling, and weights that are neither a
 // leaf nor a view of one. `trains` counts the uses that a backward may follow.
-SlotRef slot_of(const at::Tensor& weight, const ScalingPolicy& policy, bool trains);
+ops::SlotUse slot_of(const at::Tensor& weight, const ScalingPolicy& policy, bool trains);
 
 // Whether a weight can hold state: it is a leaf, or a view of one.
 bool can_hold_state(const at::Tensor& weight);

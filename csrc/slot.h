@@ -43,6 +43,7 @@ constexpr float kClippedFrom = 1.000001f;
 // One linear's state. A slot that was freed and given to another parameter has another generation.
 struct Slot {
   int32_t generation;
+  int32_t version;       // changes whenever the host empties or loads the slot; unique in the arena
   int32_t owner;         // number of the optimizer that steps the parameter, 0: none known
   int32_t ring;          // position of the three rings in the arena's pool of floats, [kOperands, policy.history_len]
   ScalingPolicy policy;  // policy.id 0: never recorded
@@ -57,29 +58,31 @@ struct ArenaView {
   static constexpr int kChunks = 14;
   Slot* slots[kChunks];
   float* floats[kChunks];
-  int32_t slot_count;  // slots ever handed out; a freed one keeps its contents until it is taken again
+  int32_t* seeded[kChunks];  // as `slots`, kOperands each: the slot's version, once the operand has a history. Memory
+                             // that the host reads without waiting: what it finds there was true, and stays so
+  int32_t slot_count;        // slots ever handed out; a freed one keeps its contents until it is taken again
 };
 
-// What one quantisation used and saw.
-struct TapedOperand {
-  float scale;        // the step that the bytes were made with; 0, before: there is no history, the amax decides
-  float amax;         // over the finite elements, 0 if there are none
-  int32_t nonfinite;  // 1: an Inf or a NaN was among the elements
-  int32_t reserved;
-};
+// The largest finite |x| of one part of a tensor, as the bits of that float, which are ordered like the floats
+// themselves; kNonFinite is set in it where an Inf or a NaN was among the elements.
+using Peak = uint32_t;
+constexpr Peak kNonFinite = 0x80000000u;
 
 // Travels, as values, from a forward to its backward: never an address, since saved-tensor hooks may copy it away
-// and back. It holds the slot's steps as they were at forward, g's too. slot < 0: stateless, nothing is recorded.
+// and back. It holds the slot's steps as they were at forward, g's too, and is followed by the peaks of x, then those
+// of w: one for each tile that a kernel worked on, so that nothing has to be zero before, or added up between blocks.
+// slot < 0: stateless, nothing is recorded.
 struct Tape {
-  TapedOperand operand[kOperands];
+  struct alignas(16) Operand {  // cuBLASLt wants the scales so aligned
+    float scale;                // what the bytes were made with; g's is 0 where it has no history
+    int32_t peaks;              // how many of them follow; none of g
+  } operand[kOperands];
   int32_t slot;
   int32_t generation;
   int32_t ring;
-  int32_t reserved;
 };
 
 constexpr int64_t kTapeWords = sizeof(Tape) / sizeof(int32_t);
-constexpr int64_t kTapedOperandWords = sizeof(TapedOperand) / sizeof(int32_t);
-static_assert(kTapeWords == 16 && kTapedOperandWords == 4);
+static_assert(kTapeWords == 16);
 
 }  // namespace octavo

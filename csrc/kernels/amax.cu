@@ -12,14 +12,26 @@
 namespace octavo::kernels {
 namespace {
 
-constexpr int kThreads = 256;
-constexpr int kUnroll = 4;  // 16-byte loads in flight a thread
+constexpr int kThreads = 512;
+constexpr int kUnroll = 8;        // 16-byte loads in flight a thread
+constexpr int kBlocksAtOnce = 2;  // on a multiprocessor
 
 struct AmaxArgs {
   const void* x;
   int64_t rows, cols, row_stride, col_stride;
-  TapedOperand* taped;
-  StepRule rule;
+  DType dtype;
+  Operand operand;
+  bool aligned;
+  uint32_t width;           // threads of a block along a row, the others on further rows
+  uint32_t across, blocks;  // blocks along a row, and in all
+  const float* known;
+  Peak* peaks;
+};
+
+// The blocks of the first, then those of the second; an unused one has none.
+struct AmaxLaunch {
+  AmaxArgs args[2];
+  Forward forward;  // with a tape, or without
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -47,16 +59,15 @@ struct Meter {
   }
 };
 
-__device__ inline void commit_block(TapedOperand* taped, uint32_t bits, bool nonfinite) {
-  __shared__ uint32_t warp_bits[kThreads / 32];
-  const uint32_t thread = threadIdx.y * blockDim.x + threadIdx.x;
+__device__ inline void store_peak(Peak* peak, uint32_t bits, bool nonfinite) {
+  __shared__ uint32_t warp_bits[kThreads / kWarp];
   const uint32_t of_warp = __reduce_max_sync(0xffffffffu, bits);
-  if (thread % 32 == 0) warp_bits[thread / 32] = of_warp;
+  if (threadIdx.x % kWarp == 0) warp_bits[threadIdx.x / kWarp] = of_warp;
   const bool any_nonfinite = __syncthreads_or(nonfinite) != 0;
-  if (thread != 0) return;
+  if (threadIdx.x != 0) return;
   uint32_t of_block = 0;
   for (const uint32_t b : warp_bits) of_block = max(of_block, b);
-  commit(taped, of_block, any_nonfinite);
+  *peak = of_block | (any_nonfinite ? kNonFinite : 0);
 }
 
 // Threads and blocks stride over a row in x, over the rows in y.
@@ -64,52 +75,69 @@ struct Walk {
   int64_t first_row, row_step, first, step;
 };
 
-__device__ inline Walk walk() {
-  return {int64_t{blockIdx.y} * blockDim.y + threadIdx.y, int64_t{gridDim.y} * blockDim.y,
-          int64_t{blockIdx.x} * blockDim.x + threadIdx.x, int64_t{gridDim.x} * blockDim.x};
-}
-
-__device__ inline bool is_needless(const AmaxArgs& p) {
-  return p.rule.source == StepSource::kHistory && p.taped->scale != 0.0f;
+__device__ inline Walk walk(const AmaxArgs& p, uint32_t block) {
+  const uint32_t height = kThreads / p.width, down = p.blocks / p.across;
+  return {int64_t{block / p.across} * height + threadIdx.x / p.width, int64_t{down} * height,
+          int64_t{block % p.across} * p.width + threadIdx.x % p.width, int64_t{p.across} * p.width};
 }
 
 // Rows that can be read in 16-byte words.
 template <typename T>
-__global__ void __launch_bounds__(kThreads) amax_words_kernel(const __grid_constant__ AmaxArgs p) {
-  if (is_needless(p)) return;
+__device__ inline Seen measure_words(const AmaxArgs& p, const Walk& at) {
   using Word = Vector<T, Meter<T>::kElements>;
   Meter<T> meter;
   const int64_t words = p.cols / Meter<T>::kElements;
-  const Walk at = walk();
   for (int64_t row = at.first_row; row < p.rows; row += at.row_step) {
     const T* x = static_cast<const T*>(p.x) + row * p.row_stride;
-    int64_t i = at.first;
-    for (; i + (kUnroll - 1) * at.step < words; i += kUnroll * at.step) {
-      Word v[kUnroll];
+    for (int64_t i = at.first; i < words; i += kUnroll * at.step) {
+      Word v[kUnroll] = {};  // zeros, past the end, change no maximum
 #pragma unroll
-      for (int u = 0; u < kUnroll; ++u) v[u] = Word::load(x + (i + u * at.step) * Meter<T>::kElements);
+      for (int u = 0; u < kUnroll; ++u) {
+        if (i + u * at.step < words) v[u] = Word::load(x + (i + u * at.step) * Meter<T>::kElements);
+      }
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) meter.meet(v[u]);
     }
-    for (; i < words; i += at.step) meter.meet(Word::load(x + i * Meter<T>::kElements));
     const int64_t rest = words * Meter<T>::kElements + at.first;
     if (rest < p.cols) meter.seen.meet(Element<T>::to_float(x[rest]));
   }
-  commit_block(p.taped, max(meter.seen.bits, Element<T>::float_bits(meter.peak)), meter.seen.nonfinite);
+  meter.seen.bits = max(meter.seen.bits, Element<T>::float_bits(meter.peak));
+  return meter.seen;
 }
 
 // Any strides and alignment.
 template <typename T>
-__global__ void __launch_bounds__(kThreads) amax_elements_kernel(const __grid_constant__ AmaxArgs p) {
-  if (is_needless(p)) return;
+__device__ inline Seen measure_elements(const AmaxArgs& p, const Walk& at) {
   Seen seen;
-  const Walk at = walk();
   for (int64_t row = at.first_row; row < p.rows; row += at.row_step) {
     const T* x = static_cast<const T*>(p.x) + row * p.row_stride;
 #pragma unroll 4
     for (int64_t i = at.first; i < p.cols; i += at.step) seen.meet(Element<T>::to_float(x[i * p.col_stride]));
   }
-  commit_block(p.taped, seen.bits, seen.nonfinite);
+  return seen;
+}
+
+template <typename T>
+__device__ inline Seen measure(const AmaxArgs& p, uint32_t block) {
+  return p.aligned ? measure_words<T>(p, walk(p, block)) : measure_elements<T>(p, walk(p, block));
+}
+
+__global__ void __launch_bounds__(kThreads, kBlocksAtOnce) amax_kernel(const __grid_constant__ AmaxLaunch launch) {
+  const bool is_second = blockIdx.x >= launch.args[0].blocks;
+  const AmaxArgs& p = launch.args[is_second];
+  const uint32_t block = blockIdx.x - (is_second ? launch.args[0].blocks : 0);
+  if (blockIdx.x == 0 && launch.forward.tape != nullptr) {
+    if (threadIdx.x == 0) begin_tape(launch.forward);
+    if (threadIdx.x < kG) launch.forward.tape->operand[threadIdx.x].scale = step_of_slot(launch.forward, threadIdx.x);
+  }
+  const float known = p.known != nullptr ? *p.known : step_of_slot(launch.forward, p.operand);
+  Seen seen;
+  if (known == 0.0f) {
+    seen = p.dtype == DType::kBF16   ? measure<__nv_bfloat16>(p, block)
+           : p.dtype == DType::kFP16 ? measure<__half>(p, block)
+                                     : measure<float>(p, block);
+  }
+  store_peak(p.peaks + block, seen.bits, seen.nonfinite);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -133,39 +161,43 @@ int multiprocessors() {
   return count;
 }
 
-struct Launch {
-  dim3 grid;
-  dim3 block;
-};
-
-// As many threads along a row as have something to do there, the others on further rows; blocks to fill the device.
-Launch launch_for(int64_t rows, int64_t steps_per_row) {
-  unsigned width = 8;
-  while (width < kThreads && width < steps_per_row) width *= 2;
-  const unsigned height = kThreads / width;
-  const int64_t blocks = int64_t{multiprocessors()} * (2048 / kThreads);
-  const int64_t across = std::clamp<int64_t>(ceil_div(steps_per_row, width), 1, blocks);
-  const int64_t down = std::clamp<int64_t>(blocks / across, 1, std::min<int64_t>(ceil_div(rows, height), 65535));
-  return {dim3(static_cast<unsigned>(across), static_cast<unsigned>(down)), dim3(width, height)};
+// As many threads along a row as have something to do there, the others on further rows; blocks to fill the device. A
+// thread with fewer than kUnroll loads to make has too few in flight.
+AmaxArgs arguments(const Measure& m) {
+  const Matrix x = shortest_way(m.x);
+  AmaxArgs args = {.x = x.data,
+                   .rows = x.rows,
+                   .cols = x.cols,
+                   .row_stride = x.row_stride,
+                   .col_stride = x.col_stride,
+                   .dtype = x.dtype,
+                   .operand = m.operand,
+                   .aligned = rows_are_aligned(x),
+                   .width = 8,
+                   .across = 1,
+                   .blocks = 1,
+                   .known = m.known,
+                   .peaks = m.peaks};
+  const int64_t per_row = ceil_div(x.cols, args.aligned ? kUnroll * 16 / element_size(x.dtype) : kUnroll);
+  while (args.width < kThreads && args.width < per_row) args.width *= 2;
+  const int64_t height = kThreads / args.width;
+  const int64_t most = std::min(multiprocessors() * kBlocksAtOnce, Measure::kMaxPeaks);
+  const int64_t across = std::clamp<int64_t>(ceil_div(per_row, args.width), 1, most);
+  const int64_t down = std::clamp<int64_t>(ceil_div(x.rows, height), 1, most / across);
+  args.across = static_cast<uint32_t>(across);
+  args.blocks = static_cast<uint32_t>(across * down);
+  return args;
 }
 
 }  // namespace
 
-void measure_amax(const Matrix& given, TapedOperand* taped, const StepRule& rule, cudaStream_t stream) {
-  if (given.rows == 0 || given.cols == 0) return;
-  const Matrix x = shortest_way(given);
-  const AmaxArgs args = {x.data, x.rows, x.cols, x.row_stride, x.col_stride, taped, rule};
-  const bool aligned = rows_are_aligned(x);
-  // A thread with fewer than kUnroll loads to make has too few in flight.
-  const int64_t elements = aligned ? kUnroll * 16 / element_size(x.dtype) : kUnroll;
-  const Launch launch = launch_for(x.rows, ceil_div(x.cols, elements));
-  dispatch(x.dtype, [&]<typename T>() {
-    if (aligned) {
-      amax_words_kernel<T><<<launch.grid, launch.block, 0, stream>>>(args);
-    } else {
-      amax_elements_kernel<T><<<launch.grid, launch.block, 0, stream>>>(args);
-    }
-  });
+int32_t peaks_of(const Measure& m) { return static_cast<int32_t>(arguments(m).blocks); }
+
+void measure_amax(const Measure* all, int count, const Forward* forward, cudaStream_t stream) {
+  AmaxLaunch launch = {};
+  if (forward != nullptr) launch.forward = *forward;
+  for (int i = 0; i < count; ++i) launch.args[i] = arguments(all[i]);
+  amax_kernel<<<launch.args[0].blocks + launch.args[1].blocks, kThreads, 0, stream>>>(launch);
   OCTAVO_CHECK(cudaGetLastError());
 }
 

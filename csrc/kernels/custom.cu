@@ -9,7 +9,6 @@
 namespace octavo::kernels {
 namespace {
 
-constexpr int kWarp = 32;
 constexpr int kThreads = 256;
 
 // ---------------------------------------------------------------------------------------------------------------------

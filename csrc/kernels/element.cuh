@@ -109,11 +109,6 @@ struct Seen {
   }
 };
 
-__device__ inline void commit(TapedOperand* taped, uint32_t amax_bits, bool nonfinite) {
-  if (amax_bits != 0) atomicMax(reinterpret_cast<unsigned int*>(&taped->amax), amax_bits);
-  if (nonfinite) atomicOr(&taped->nonfinite, 1);
-}
-
 template <Fp8 kFormat>
 constexpr __nv_fp8_interpretation_t kInterpretation = kFormat == Fp8::kE4M3 ? __NV_E4M3 : __NV_E5M2;
 

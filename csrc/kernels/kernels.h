@@ -25,59 +25,85 @@ struct Matrix {
   int64_t col_stride = 1;
 };
 
+// The slot of a forward, as the host knows it, and the tape to begin. slot < 0: stateless.
+struct Forward {
+  const Slot* place = nullptr;  // where the arena has that slot
+  int32_t slot = -1;
+  int32_t generation = 0;
+  int32_t ring = 0;
+  int32_t policy = 0;   // the id of it
+  int32_t x_peaks = 0;  // room on the tape
+  int32_t w_peaks = 0;
+  Tape* tape = nullptr;
+};
+
+// One tensor whose amax is wanted.
+struct Measure {
+  static constexpr int32_t kMaxPeaks = 256;
+  Matrix x;
+  Operand operand = kX;
+  const float* known = nullptr;  // device; where *known is not 0 the amax is needless
+  Peak* peaks = nullptr;         // [peaks_of(x)], each block of the kernel its own
+};
+int32_t peaks_of(const Measure& m);
+
+// In one launch: the peaks of one or two tensors. With a `forward`, its tape is begun, and the amax is needless where
+// the slot has a step for the operand. Where it is needless the blocks return at once on the device, with peaks of 0.
+void measure_amax(const Measure* all, int count, const Forward* forward, cudaStream_t stream);
+
 // Where a quantisation takes its step from.
 enum class StepSource : int32_t {
-  kTaped,    // `taped->scale`, as it stands; one that is not finite and positive makes every byte 0x7f
-  kAmax,     // policy's formula on `taped->amax`, which measure_amax left there
-  kHistory,  // `taped->scale`, unless that is 0, the history being empty: then as kAmax
+  kGiven,    // *given, as it stands; one that is not finite and positive makes every byte 0x7f
+  kHistory,  // *given, unless that is 0, the history being empty: then the policy's formula on `measured`
+  kSlot,     // the slot of the forward, whose tape is begun by the way; NaN where that has no step
 };
-
-// The step's source, and the policy and operand that the formula is for.
-struct StepRule {
-  StepSource source = StepSource::kTaped;
-  Operand operand = kX;
-  ScalingPolicy policy;
-};
-
-// Writes a tape: amaxes 0, the slot's coordinates, and its steps where the slot is still of that generation, holds this
-// policy and has a history, else 0.
-void init_tape(Tape* tape, int32_t slot, int32_t generation, int32_t ring, const ScalingPolicy& policy,
-               const ArenaView& arena, cudaStream_t stream);
-// What backward begins with: g's step from the tape, amax 0.
-void init_gradient(TapedOperand* gradient, const Tape* tape, cudaStream_t stream);
-
-// taped->amax = max(taped->amax, largest finite |x|), taped->nonfinite |= any Inf or NaN. `taped` is zeroed before.
-// With rule.source kHistory it returns at once on the device where there is a history.
-void measure_amax(const Matrix& x, TapedOperand* taped, const StepRule& rule, cudaStream_t stream);
 
 // One pass over x [rows, cols]: the row-major copy, the transposed copy, or both; zero bytes beyond the matrix up to
-// padded_rows x padded_cols in the copies only; amax and non-finite flag accumulated into `taped` if `measure`;
-// taped->scale set to the step used. column_sums: float32 partial sums of each column over fixed tiles of kSumRows
-// rows, [ceil(rows / kSumRows), cols], in a fixed order whatever the strides.
+// padded_rows x padded_cols in the copies only; the peaks, one a tile. column_sums: float32 partial sums of each column
+// over fixed tiles of kSumRows rows, [ceil(rows / kSumRows), cols], in a fixed order whatever the strides.
 struct Quantize {
   static constexpr int64_t kSumRows = 128;
   Matrix x;
   Fp8 format = Fp8::kE4M3;
-  StepRule rule;
-  TapedOperand* taped = nullptr;
-  bool measure = true;
+  Operand operand = kX;
+  StepSource source = StepSource::kGiven;
+  const float* given = nullptr;
+  float* used = nullptr;           // where the step goes, or null; may be `given`
+  const Peak* measured = nullptr;  // kHistory: what measure_amax left, and how many
+  int32_t measured_count = 0;
   int64_t padded_rows = 0;
   int64_t padded_cols = 0;
   uint8_t* row = nullptr;  // [padded_rows, padded_cols] or null
   uint8_t* col = nullptr;  // [padded_cols, padded_rows] or null
+  Peak* peaks = nullptr;   // [tiles_of(q)] or null
   float* column_sums = nullptr;
 };
-void quantize(const Quantize& q, cudaStream_t stream);
+int32_t tiles_of(const Quantize& q);
+// One or two of them, in one launch where they have one dtype. `forward` is needed for kSlot, `policy` for kHistory.
+void quantize(const Quantize* all, int count, const ScalingPolicy& policy, const Forward* forward, cudaStream_t stream);
 
-// out[cols] = the sum over tiles of partials[tiles, cols], in float64 and in order, rounded once to `dtype`.
-void reduce_column_sums(const float* partials, int64_t tiles, int64_t cols, void* out, DType dtype,
-                        cudaStream_t stream);
+// *amax = the largest of the peaks.
+void reduce_peaks(const Peak* peaks, int32_t count, float* amax, cudaStream_t stream);
 
-// Backward's record. Where tape's slot is still of its generation: if the slot holds another policy, its rings are
-// emptied (seeded = due = cursor = 0, pending = 0) and policy and ring taken over; then pending = max(pending,
-// amax) for x and w from the tape, and for g from `gradient` unless it is null or saw a non-finite element.
-void record(const Tape* tape, const TapedOperand* gradient, const ScalingPolicy& policy, const ArenaView& arena,
-            cudaStream_t stream);
+// What ends the quantisation of a backward, in one launch. Each half is left out where its pointers are null.
+// Record: where tape's slot is still of its generation: if the slot holds another policy, its rings are emptied
+// (seeded = due = cursor = 0, pending = 0) and policy and ring taken over; then pending = max(pending, amax) for x and
+// w from the tape, and for g from its peaks unless one of them is non-finite.
+// Column sums: sums[cols] = the sum over tiles of partial_sums[tiles, cols], in float64 and in a fixed order, rounded
+// once to `dtype`.
+struct EndOfBackward {
+  const Tape* tape = nullptr;
+  const Peak* g_peaks = nullptr;
+  int32_t g_count = 0;
+  ScalingPolicy policy;
+  ArenaView arena;
+  const float* partial_sums = nullptr;
+  int64_t tiles = 0;
+  int64_t cols = 0;
+  void* sums = nullptr;
+  DType sums_dtype = DType::kBF16;
+};
+void end_backward(const EndOfBackward& end, cudaStream_t stream);
 
 // After an optimizer's step: every slot in use with owner == `owner` or owner 0 (all slots if `owner` is 0), each of
 // its operands with pending > 0: the amax enters the ring (an empty ring is filled with it), pending = 0, and the
@@ -106,8 +132,8 @@ struct Gemm {
   const uint8_t* b = nullptr;
   Fp8 format_a = Fp8::kE4M3;
   Fp8 format_b = Fp8::kE4M3;
-  const float* scale_a = nullptr;  // device
-  const float* scale_b = nullptr;  // device
+  const float* scale_a = nullptr;  // device, 16-byte aligned
+  const float* scale_b = nullptr;  // likewise
   const void* bias = nullptr;      // [n] or null
   DType bias_dtype = DType::kBF16;
   void* d = nullptr;

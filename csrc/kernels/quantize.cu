@@ -16,16 +16,30 @@ namespace {
 // ---------------------------------------------------------------------------------------------------------------------
 // CUDA kernels
 
+// A branch that a whole block takes alike costs less than another copy of the kernel.
+template <typename Body>
+__device__ inline void dispatch_format(Fp8 format, Body&& body) {
+  if (format == Fp8::kE4M3) {
+    body.template operator()<Fp8::kE4M3>();
+  } else {
+    body.template operator()<Fp8::kE5M2>();
+  }
+}
+
 // Enough warps to keep the memory busy: 64 registers a thread, or 128 where a block of float32 is held.
 template <typename T>
 constexpr int kTilesAtOnce = sizeof(T) == 4 ? 2 : 4;
 
-template <typename T, Fp8 kFormat, bool kSums>
-__global__ void __launch_bounds__(kThreads, kTilesAtOnce<T>) quantize_kernel(const __grid_constant__ QuantizeArgs p) {
+template <typename T, bool kSums>
+__global__ void __launch_bounds__(kThreads, kTilesAtOnce<T>)
+    quantize_kernel(const __grid_constant__ QuantizeLaunch launch) {
   __shared__ QuantizeShared<kSums> s;
-  const uint32_t tile_number = p.backwards ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
-  const Corner tile = {static_cast<int64_t>(tile_number / p.tiles_across) * kTile,
-                       static_cast<int64_t>(tile_number % p.tiles_across) * kTile};
+  const bool is_second = blockIdx.x >= launch.args[0].tiles;
+  const QuantizeArgs& p = launch.args[is_second];
+  const uint32_t number = blockIdx.x - (is_second ? launch.args[0].tiles : 0);
+  const uint32_t place = p.backwards ? p.tiles - 1 - number : number;
+  const Corner tile = {static_cast<int64_t>(place / p.tiles_across) * kTile,
+                       static_cast<int64_t>(place % p.tiles_across) * kTile};
 
   Vector<T, kBlock> x[kBlock];
   const int64_t row = tile.row + block_row(), col = tile.col + block_col();
@@ -35,7 +49,7 @@ __global__ void __launch_bounds__(kThreads, kTilesAtOnce<T>) quantize_kernel(con
     x[i] = {};
     if (p.aligned && col < p.cols && row + i < p.rows) x[i] = Vector<T, kBlock>::load(from + i * p.row_stride);
   }
-  prepare(p, s);
+  prepare(launch, p, number == 0, s);
   uint32_t peak = 0;
 #pragma unroll
   for (int i = 0; i < kBlock; ++i) peak = x[i].peak(peak);
@@ -45,24 +59,28 @@ __global__ void __launch_bounds__(kThreads, kTilesAtOnce<T>) quantize_kernel(con
                      is_valid_step(s.inv_scale);
   ByteBlock bytes;
   Seen seen;
-  if (plain) {
-    cast_block<T, kFormat, kSums>(x, s, bytes);
-    seen.bits = Element<T>::float_bits(peak);
-  } else {
-    seen = cast_elements<T, kFormat, kSums>(p, tile, s);
-    collect_block(s.tile, bytes);
-  }
+  dispatch_format(p.format, [&]<Fp8 kFormat>() {
+    if (plain) {
+      cast_block<T, kFormat, kSums>(x, s, bytes);
+      seen.bits = Element<T>::float_bits(peak);
+    } else {
+      seen = cast_elements<T, kFormat, kSums>(p, tile, s);
+    }
+  });
+  if (!plain) collect_block(s.tile, bytes);
   if (p.row != nullptr) store_rows(p, tile, bytes);
   if (p.col != nullptr) store_transposed_block(s.tile, bytes);
-  if (p.measure) {
+  if (p.peaks != nullptr) {
     const uint32_t amax_bits = __reduce_max_sync(0xffffffffu, seen.bits);
-    if (threadIdx.x % 32 == 0) atomicMax(&s.amax_bits, amax_bits);
+    if (threadIdx.x % kWarp == 0) atomicMax(&s.amax_bits, amax_bits);
     if (seen.nonfinite) s.nonfinite = 1;
   }
   __syncthreads();
   if (p.col != nullptr) store_columns(p, tile, s.tile);
-  if constexpr (kSums) store_column_sum(p, tile, s.sums);
-  if (p.measure && threadIdx.x == 0) commit(p.taped, s.amax_bits, s.nonfinite != 0);
+  if constexpr (kSums) {
+    if (p.column_sums != nullptr) store_column_sum(p, tile, s.sums);
+  }
+  if (p.peaks != nullptr && threadIdx.x == 0) p.peaks[number] = s.amax_bits | (s.nonfinite != 0 ? kNonFinite : 0);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -81,7 +99,12 @@ Quantize along_memory(Quantize q) {
   return q;
 }
 
-QuantizeArgs arguments(const Quantize& q) {
+uint32_t tiles_across(const Quantize& q) {
+  return static_cast<uint32_t>(ceil_div(std::max(q.x.cols, q.padded_cols), kTile));
+}
+
+QuantizeArgs arguments(const Quantize& given) {
+  const Quantize q = along_memory(given);
   const Matrix& x = q.x;
   return {.x = x.data,
           .rows = x.rows,
@@ -93,33 +116,58 @@ QuantizeArgs arguments(const Quantize& q) {
           .row = q.row,
           .col = q.col,
           .column_sums = q.column_sums,
-          .taped = q.taped,
-          .rule = q.rule,
-          .tiles_across = static_cast<uint32_t>(ceil_div(std::max(x.cols, q.padded_cols), kTile)),
+          .given = q.given,
+          .used = q.used,
+          .measured = q.measured,
+          .peaks = q.peaks,
+          .measured_count = q.measured_count,
+          .operand = q.operand,
+          .source = q.source,
+          .format = q.format,
+          .tiles = static_cast<uint32_t>(tiles_of(q)),
+          .tiles_across = tiles_across(q),
           .aligned = rows_are_aligned(x) && x.cols % kBlock == 0,
           .row_aligned = q.padded_cols % 8 == 0 && is_multiple(q.row, 8),
           .col_aligned = q.padded_rows % 16 == 0 && is_multiple(q.col, 16),
-          .measure = q.measure,
-          // measure_amax has just read x from its beginning to its end, of which the L2 cache still holds a part.
-          .backwards = q.rule.source == StepSource::kAmax};
+          .backwards = false};
+}
+
+void launch_on(const QuantizeLaunch& launch, DType dtype, cudaStream_t stream) {
+  const uint32_t tiles = launch.args[0].tiles + launch.args[1].tiles;
+  if (tiles == 0) return;
+  dispatch(dtype, [&]<typename T>() {
+    dispatch(launch.args[0].column_sums != nullptr || launch.args[1].column_sums != nullptr,
+             [&]<bool kSums>() { quantize_kernel<T, kSums><<<tiles, kThreads, 0, stream>>>(launch); });
+  });
+  OCTAVO_CHECK(cudaGetLastError());
 }
 
 }  // namespace
 
-void quantize(const Quantize& given, cudaStream_t stream) {
-  const Quantize q = along_memory(given);
-  const QuantizeArgs args = arguments(q);
-  const int64_t tiles = ceil_div(std::max(q.x.rows, q.padded_rows), kTile) * args.tiles_across;
-  if (tiles == 0) return;
-  if (tiles > INT32_MAX) throw std::runtime_error("octavo: a matrix too large to quantise");
-  dispatch(q.x.dtype, [&]<typename T>() {
-    dispatch(q.format, [&]<Fp8 kFormat>() {
-      dispatch(q.column_sums != nullptr, [&]<bool kSums>() {
-        quantize_kernel<T, kFormat, kSums><<<static_cast<uint32_t>(tiles), kThreads, 0, stream>>>(args);
-      });
-    });
-  });
-  OCTAVO_CHECK(cudaGetLastError());
+int32_t tiles_of(const Quantize& q) {
+  const int64_t tiles = ceil_div(std::max(q.x.rows, q.padded_rows), kTile) * tiles_across(q);
+  if (tiles > INT32_MAX / 2) throw std::runtime_error("octavo: a matrix too large to quantise");
+  return static_cast<int32_t>(tiles);
+}
+
+void quantize(const Quantize* all, int count, const ScalingPolicy& policy, const Forward* forward,
+              cudaStream_t stream) {
+  QuantizeLaunch launch = {};
+  if (forward != nullptr) launch.forward = *forward;
+  launch.policy = policy;
+  for (int i = 0; i < count; ++i) {
+    launch.args[i] = arguments(all[i]);
+    // measure_amax has just read x from its beginning to its end, of which the L2 cache still holds a part.
+    launch.args[i].backwards = policy.kind == ScalingKind::kDynamic;
+  }
+  if (count == 2 && all[0].x.dtype != all[1].x.dtype) {
+    QuantizeLaunch second = launch;
+    second.args[0] = launch.args[1];
+    second.args[1] = launch.args[1] = {};
+    launch_on(launch, all[0].x.dtype, stream);
+    return launch_on(second, all[1].x.dtype, stream);
+  }
+  launch_on(launch, all[0].x.dtype, stream);
 }
 
 }  // namespace octavo::kernels

@@ -28,20 +28,33 @@ struct QuantizeArgs {
   uint8_t* row;
   uint8_t* col;
   float* column_sums;
-  TapedOperand* taped;
-  StepRule rule;
+  const float* given;
+  float* used;
+  const Peak* measured;
+  Peak* peaks;
+  int32_t measured_count;
+  Operand operand;
+  StepSource source;
+  Fp8 format;
+  uint32_t tiles;
   uint32_t tiles_across;
   bool aligned;      // x can be read in 16-byte words, and its columns come in eights
   bool row_aligned;  // the row copy can be written 8 bytes at a time
   bool col_aligned;  // the transposed copy can be written 16 bytes at a time
-  bool measure;
-  bool backwards;  // last tile first
+  bool backwards;    // last tile first
+};
+
+// The tiles of the first, then those of the second; unused ones have no tiles.
+struct QuantizeLaunch {
+  QuantizeArgs args[2];
+  Forward forward;
+  ScalingPolicy policy;
 };
 
 template <bool kSums>
 struct QuantizeShared {
   alignas(16) uint8_t tile[kTile * kTile];
-  alignas(16) float sums[kSums ? kGroups : 1][kTile];  // one partial sum for each group of 8 rows
+  alignas(16) float sums[kSums ? kGroups / 2 : 1][kTile];  // one partial sum for each 16 rows
   float step;
   float inv_scale;
   uint32_t amax_bits;
@@ -62,13 +75,25 @@ struct Corner {
 __device__ inline int block_row() { return static_cast<int>(threadIdx.x / 16) * kBlock; }
 __device__ inline int block_col() { return static_cast<int>(threadIdx.x % 16) * kBlock; }
 
-// One thread finds the step, the others wait for it with their loads under way. All write the same taped->scale or,
-// for kTaped, none does, because the others read it.
+// The first warp finds the step, the others wait for it with their loads under way. Where `used` is `given`, others may
+// read it before or after it is written: the step is the same.
 template <bool kSums>
-__device__ inline void prepare(const QuantizeArgs& p, QuantizeShared<kSums>& s) {
+__device__ inline void prepare(const QuantizeLaunch& launch, const QuantizeArgs& p, bool is_first_tile,
+                               QuantizeShared<kSums>& s) {
+  if (blockIdx.x == 0 && threadIdx.x == kWarp && p.source == StepSource::kSlot) begin_tape(launch.forward);
+  if (threadIdx.x >= kWarp) return;
+  float step;
+  if (p.source == StepSource::kSlot) {
+    step = step_of_slot(launch.forward, p.operand);
+    if (step == 0.0f) step = __uint_as_float(0x7fffffffu);
+  } else {
+    step = __shfl_sync(0xffffffffu, *p.given, 0);  // one reading of it for the warp
+    if (p.source == StepSource::kHistory && step == 0.0f) {
+      step = step_from_amax(largest_peak(p.measured, p.measured_count), launch.policy, p.operand);
+    }
+  }
   if (threadIdx.x != 0) return;
-  const float step = resolve_step(p.rule, p.taped);
-  if (blockIdx.x == 0 && p.rule.source != StepSource::kTaped) p.taped->scale = step;
+  if (is_first_tile && p.used != nullptr) *p.used = step;
   s.step = step;
   s.inv_scale = __fdiv_rn(1.0f, step);
   s.amax_bits = 0;
@@ -95,10 +120,14 @@ __device__ inline void cast_block(const Vector<T, kBlock> (&x)[kBlock], Quantize
     bytes.low[i] = cast4<kFormat>(v[0], v[1]);
     bytes.high[i] = cast4<kFormat>(v[2], v[3]);
   }
-  if constexpr (kSums) {
-    float4* out = reinterpret_cast<float4*>(&s.sums[block_row() / kBlock][block_col()]);
-    out[0] = {sums[0], sums[1], sums[2], sums[3]};
-    out[1] = {sums[4], sums[5], sums[6], sums[7]};
+  if constexpr (kSums) {  // the other half of the warp has the next 8 rows of the same columns
+#pragma unroll
+    for (int j = 0; j < kBlock; ++j) sums[j] = __fadd_rn(sums[j], __shfl_xor_sync(0xffffffffu, sums[j], 16));
+    if (threadIdx.x % kWarp < 16) {
+      float4* out = reinterpret_cast<float4*>(&s.sums[block_row() / (2 * kBlock)][block_col()]);
+      out[0] = {sums[0], sums[1], sums[2], sums[3]};
+      out[1] = {sums[4], sums[5], sums[6], sums[7]};
+    }
   }
 }
 
@@ -113,6 +142,7 @@ __device__ inline Seen cast_elements(const QuantizeArgs& p, Corner tile, Quantiz
   const bool valid = is_valid_step(s.step);
   const T* x = static_cast<const T*>(p.x) + col * p.col_stride;
   Seen seen;
+  [[maybe_unused]] float before = 0.0f;  // the sum of the 8 rows before these
 #pragma unroll 1
   for (int local_row = first_row; local_row < first_row + kTile / 2; local_row += kBlock) {
     float v[kBlock];
@@ -130,7 +160,10 @@ __device__ inline Seen cast_elements(const QuantizeArgs& p, Corner tile, Quantiz
       seen.meet(v[i]);
       if constexpr (kSums) sum = __fadd_rn(sum, v[i]);
     }
-    if constexpr (kSums) s.sums[local_row / kBlock][local_col] = sum;
+    if constexpr (kSums) {
+      if (local_row / kBlock % 2 != 0) s.sums[local_row / (2 * kBlock)][local_col] = __fadd_rn(before, sum);
+      before = sum;
+    }
   }
   return seen;
 }
@@ -215,16 +248,17 @@ __device__ inline void store_columns(const QuantizeArgs& p, Corner tile, const u
 
 // The sum of a column of the tile: a tree over its groups of rows. With the 8 rows of a group one after the other, no
 // element meets more than 11 roundings.
-__device__ inline void store_column_sum(const QuantizeArgs& p, Corner tile, float (&sums)[kGroups][kTile]) {
+__device__ inline void store_column_sum(const QuantizeArgs& p, Corner tile, float (&sums)[kGroups / 2][kTile]) {
   const int64_t col = tile.col + threadIdx.x;
   if (threadIdx.x >= kTile || col >= p.cols || tile.row >= p.rows) return;
-  float part[kGroups];
+  constexpr int kParts = kGroups / 2;
+  float part[kParts];
 #pragma unroll
-  for (int g = 0; g < kGroups; ++g) part[g] = sums[g][threadIdx.x];
+  for (int g = 0; g < kParts; ++g) part[g] = sums[g][threadIdx.x];
 #pragma unroll
-  for (int step = 1; step < kGroups; step *= 2) {
+  for (int step = 1; step < kParts; step *= 2) {
 #pragma unroll
-    for (int g = 0; g < kGroups; g += 2 * step) part[g] = __fadd_rn(part[g], part[g + step]);
+    for (int g = 0; g < kParts; g += 2 * step) part[g] = __fadd_rn(part[g], part[g + step]);
   }
   p.column_sums[tile.row / kTile * p.cols + col] = part[0];
 }

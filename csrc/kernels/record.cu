@@ -1,64 +1,99 @@
 // SPDX-License-Identifier: Apache-2.0
-// The life of a slot: a tape is made, a backward records on its slot, an optimizer's step advances the slots.
+// What comes after the quantisation: a backward records on its slot and sums up the bias gradient, an optimizer's step
+// advances the slots.
 #include <cstdint>
 
 #include "check.h"
+#include "dispatch.cuh"
 #include "matrix.h"
+#include "rounding.cuh"
 #include "step.cuh"
 
 namespace octavo::kernels {
 namespace {
 
-constexpr int kWarp = 32;
 constexpr int kThreads = 256;
+constexpr int kEndThreads = kOperands * kThreads;
 
 // ---------------------------------------------------------------------------------------------------------------------
 // CUDA kernels
 
-__device__ inline TapedOperand unmeasured(float scale) {
-  return {.scale = scale, .amax = 0.0f, .nonfinite = 0, .reserved = 0};
-}
-
-// Thread o takes operand o.
-__global__ void init_tape_kernel(Tape* tape, int32_t slot, int32_t generation, int32_t ring, int32_t policy,
-                                 const __grid_constant__ ArenaView arena) {
-  float scale = 0.0f;
-  if (slot >= 0) {
-    const Slot& held = slot_at(arena, slot);
-    const OperandState& operand = held.operand[threadIdx.x];
-    if (held.generation == generation && held.policy.id == policy && operand.seeded != 0) scale = operand.scale;
+// Of many peaks, for a group of kThreads threads.
+__device__ inline Peak combined(const Peak* peaks, int32_t count, Peak (&of_warps)[kThreads / kWarp]) {
+  uint32_t amax = 0, nonfinite = 0;
+#pragma unroll 4
+  for (int32_t i = threadIdx.x % kThreads; i < count; i += kThreads) {
+    amax = max(amax, peaks[i] & ~kNonFinite);
+    nonfinite |= peaks[i] & kNonFinite;
   }
-  tape->operand[threadIdx.x] = unmeasured(scale);
-  if (threadIdx.x == 0) tape->slot = slot, tape->generation = generation, tape->ring = ring, tape->reserved = 0;
+  amax = __reduce_max_sync(0xffffffffu, amax);
+  nonfinite = __reduce_or_sync(0xffffffffu, nonfinite);
+  if (threadIdx.x % kWarp == 0) of_warps[threadIdx.x % kThreads / kWarp] = amax | nonfinite;
+  __syncthreads();
+  for (const Peak p : of_warps) amax = max(amax, p & ~kNonFinite), nonfinite |= p & kNonFinite;
+  return amax | nonfinite;
 }
 
-__global__ void init_gradient_kernel(TapedOperand* gradient, const Tape* tape) {
-  *gradient = unmeasured(tape->operand[kG].scale);
-}
+// One block: each third of it takes an operand. The maximum is atomic because backwards may run on several streams.
+__device__ inline void record(const EndOfBackward& end) {
+  __shared__ Peak of_warps[kOperands][kThreads / kWarp];
+  const Tape& tape = *end.tape;
+  const int operand = threadIdx.x / kThreads;
+  const Peak* const x_peaks = reinterpret_cast<const Peak*>(end.tape + 1);
+  const Peak* peaks = x_peaks;
+  int32_t count = tape.operand[kX].peaks;
+  if (operand == kW) peaks = x_peaks + tape.operand[kX].peaks, count = tape.operand[kW].peaks;
+  if (operand == kG) peaks = end.g_peaks, count = end.g_count;
+  const Peak seen = combined(peaks, count, of_warps[operand]);
 
-// One warp: thread o takes operand o. The maximum is atomic because backwards may run on several streams; bits of
-// floats that are not negative are ordered like the floats.
-__global__ void record_kernel(const Tape* tape, const TapedOperand* gradient, const ScalingPolicy policy,
-                              const __grid_constant__ ArenaView arena) {
-  Slot* slot = slot_of(tape, arena);
+  Slot* slot = slot_of(tape, end.arena);
   if (slot == nullptr) return;
-  const int32_t held = slot->policy.id;
-  __syncwarp();
-  const int operand = threadIdx.x;
-  if (held != policy.id) {
-    if (operand < kOperands) slot->operand[operand] = {};
-    if (operand == 0) {
-      slot->policy = policy;
-      slot->ring = tape->ring;
+  const bool is_held = slot->policy.id == end.policy.id;
+  __syncthreads();
+  if (!is_held) {
+    if (threadIdx.x % kThreads == 0) slot->operand[operand] = {};
+    if (threadIdx.x == 0) {
+      slot->policy = end.policy;
+      slot->ring = tape.ring;
     }
-    __syncwarp();
+    __syncthreads();
   }
-  if (operand >= kOperands || (operand == kG && gradient == nullptr)) return;
-  const TapedOperand& seen = operand == kG ? *gradient : tape->operand[operand];
-  if (operand == kG && seen.nonfinite != 0) return;
-  if (seen.amax > 0.0f) {
-    atomicMax(reinterpret_cast<unsigned int*>(&slot->operand[operand].pending), __float_as_uint(seen.amax));
+  if (threadIdx.x % kThreads != 0 || (operand == kG && (seen & kNonFinite) != 0)) return;
+  const uint32_t amax = seen & ~kNonFinite;
+  if (amax != 0) atomicMax(reinterpret_cast<unsigned int*>(&slot->operand[operand].pending), amax);
+}
+
+// kSumCols columns a block: each of its parts sums every kSumParts-th tile, then the parts are added in order.
+constexpr int kSumCols = 64;
+constexpr int kSumParts = kEndThreads / kSumCols;
+
+template <typename T>
+__device__ inline void sum_columns(const EndOfBackward& end, int64_t block) {
+  __shared__ double sums[kSumParts][kSumCols];
+  const int local_col = threadIdx.x % kSumCols, part = threadIdx.x / kSumCols;
+  const int64_t col = block * kSumCols + local_col;
+  double sum = 0.0;
+  if (col < end.cols) {
+#pragma unroll 4
+    for (int64_t tile = part; tile < end.tiles; tile += kSumParts) sum += end.partial_sums[tile * end.cols + col];
   }
+  sums[part][local_col] = sum;
+  __syncthreads();
+  if (part != 0 || col >= end.cols) return;
+  for (int i = 1; i < kSumParts; ++i) sum += sums[i][local_col];
+  static_cast<T*>(end.sums)[col] = Rounded<T>::from(sum);
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kEndThreads) end_backward_kernel(const __grid_constant__ EndOfBackward end) {
+  const int64_t recorders = end.tape != nullptr ? 1 : 0;
+  if (blockIdx.x < recorders) return record(end);
+  sum_columns<T>(end, blockIdx.x - recorders);
+}
+
+__global__ void reduce_peaks_kernel(const Peak* peaks, int32_t count, float* amax) {
+  const float largest = largest_peak(peaks, count);
+  if (threadIdx.x == 0) *amax = largest;
 }
 
 __device__ inline float largest_of_ring(const ArenaView& arena, int32_t ring, int32_t history_len) {
@@ -82,9 +117,13 @@ __global__ void __launch_bounds__(kThreads)
   OperandState& operand = slot.operand[o];
   const float amax = operand.pending;
   const ScalingPolicy& policy = slot.policy;
-  if (!(amax > 0.0f) || policy.history_len <= 0) return;
-
   const bool leader = threadIdx.x % kWarp == 0;
+  const bool moves = amax > 0.0f && policy.history_len > 0;
+  if (leader && (moves || operand.seeded != 0)) {
+    seeded_at(arena, static_cast<int32_t>(number / kOperands))[o] = slot.version;
+  }
+  if (!moves) return;
+
   const bool first = operand.seeded == 0;
   const int32_t cursor = operand.cursor;
   const int32_t ring = slot.ring + o * policy.history_len;
@@ -112,21 +151,17 @@ __global__ void __launch_bounds__(kThreads)
 // ---------------------------------------------------------------------------------------------------------------------
 // Launchers
 
-void init_tape(Tape* tape, int32_t slot, int32_t generation, int32_t ring, const ScalingPolicy& policy,
-               const ArenaView& arena, cudaStream_t stream) {
-  init_tape_kernel<<<1, kOperands, 0, stream>>>(tape, slot, generation, ring, policy.id, arena);
+void end_backward(const EndOfBackward& end, cudaStream_t stream) {
+  const int64_t blocks = (end.tape != nullptr ? 1 : 0) + (end.sums != nullptr ? ceil_div(end.cols, kSumCols) : 0);
+  if (blocks == 0) return;
+  dispatch(end.sums_dtype, [&]<typename T>() {
+    end_backward_kernel<T><<<static_cast<unsigned>(blocks), kEndThreads, 0, stream>>>(end);
+  });
   OCTAVO_CHECK(cudaGetLastError());
 }
 
-void init_gradient(TapedOperand* gradient, const Tape* tape, cudaStream_t stream) {
-  init_gradient_kernel<<<1, 1, 0, stream>>>(gradient, tape);
-  OCTAVO_CHECK(cudaGetLastError());
-}
-
-void record(const Tape* tape, const TapedOperand* gradient, const ScalingPolicy& policy, const ArenaView& arena,
-            cudaStream_t stream) {
-  if (policy.kind == ScalingKind::kDynamic) return;  // it has no history
-  record_kernel<<<1, kWarp, 0, stream>>>(tape, gradient, policy, arena);
+void reduce_peaks(const Peak* peaks, int32_t count, float* amax, cudaStream_t stream) {
+  reduce_peaks_kernel<<<1, kWarp, 0, stream>>>(peaks, count, amax);
   OCTAVO_CHECK(cudaGetLastError());
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Device code: where a slot lies in the arena, and the step that a quantisation uses.
+// Device code: where a slot lies in the arena, the step that a quantisation uses, and the beginning of a tape.
 #pragma once
 
 #include <cstdint>
@@ -7,6 +7,8 @@
 #include "kernels.h"
 
 namespace octavo::kernels {
+
+constexpr int kWarp = 32;
 
 struct ChunkPlace {
   int32_t chunk;
@@ -24,6 +26,11 @@ __device__ inline Slot& slot_at(const ArenaView& arena, int32_t index) {
   return arena.slots[place.chunk][place.offset];
 }
 
+__device__ inline int32_t* seeded_at(const ArenaView& arena, int32_t index) {
+  const ChunkPlace place = place_in_chunks(index, ArenaView::kFirstSlots);
+  return arena.seeded[place.chunk] + place.offset * kOperands;
+}
+
 // One float of the pool. Looked up by itself, since nothing keeps a slot's rings from spanning two chunks.
 __device__ inline float& float_at(const ArenaView& arena, int32_t index) {
   const ChunkPlace place = place_in_chunks(index, ArenaView::kFirstFloats);
@@ -31,10 +38,10 @@ __device__ inline float& float_at(const ArenaView& arena, int32_t index) {
 }
 
 // The slot that the tape was made for, or null where it has been freed or given away since, or never was.
-__device__ inline Slot* slot_of(const Tape* tape, const ArenaView& arena) {
-  if (tape->slot < 0 || tape->slot >= arena.slot_count) return nullptr;
-  Slot& slot = slot_at(arena, tape->slot);
-  return slot.generation == tape->generation ? &slot : nullptr;
+__device__ inline Slot* slot_of(const Tape& tape, const ArenaView& arena) {
+  if (tape.slot < 0 || tape.slot >= arena.slot_count) return nullptr;
+  Slot& slot = slot_at(arena, tape.slot);
+  return slot.generation == tape.generation ? &slot : nullptr;
 }
 
 // Finite and positive; false for NaN.
@@ -54,12 +61,33 @@ __device__ inline float step_from_amax(float amax, const ScalingPolicy& policy, 
   return policy.power_of_two != 0 ? round_up_to_power_of_two(step) : step;
 }
 
-__device__ inline float resolve_step(const StepRule& rule, const TapedOperand* taped) {
-  // Both are loaded before either is looked at: loads behind branches are all that a small quantisation does.
-  const float scale = taped->scale, amax = taped->amax;
-  if (rule.source == StepSource::kTaped) return scale;
-  if (rule.source == StepSource::kHistory && scale != 0.0f) return scale;
-  return step_from_amax(amax, rule.policy, rule.operand);
+// The step that a slot holds for an operand; 0 where it is not the forward's any more, holds another policy, or has no
+// history.
+__device__ inline float step_of_slot(const Forward& forward, int32_t operand) {
+  if (forward.slot < 0) return 0.0f;
+  const Slot& slot = *forward.place;
+  const bool is_ours = slot.generation == forward.generation && slot.policy.id == forward.policy;
+  const OperandState& state = slot.operand[operand];
+  return is_ours && state.seeded != 0 ? state.scale : 0.0f;
+}
+
+// All of the tape but the steps of x and w. By one thread.
+__device__ inline void begin_tape(const Forward& forward) {
+  Tape& tape = *forward.tape;
+  tape.operand[kG].scale = step_of_slot(forward, kG);
+  tape.slot = forward.slot;
+  tape.generation = forward.generation;
+  tape.ring = forward.ring;
+  tape.operand[kX].peaks = forward.x_peaks;
+  tape.operand[kW].peaks = forward.w_peaks;
+}
+
+// The amax of many peaks, for the calling warp. `peaks` may be unaligned.
+__device__ inline float largest_peak(const Peak* peaks, int32_t count) {
+  uint32_t bits = 0;
+#pragma unroll 8
+  for (int32_t i = threadIdx.x % kWarp; i < count; i += kWarp) bits = max(bits, peaks[i] & ~kNonFinite);
+  return __uint_as_float(__reduce_max_sync(0xffffffffu, bits));
 }
 
 }  // namespace octavo::kernels

@@ -130,6 +130,12 @@ TORCH_LIBRARY_FRAGMENT(octavo, m) {
       "_write_state(Tensor weight, Tensor scale, Tensor pending, Tensor seeded, Tensor history, str policy) -> ()",
       [](const Tensor& weight, const Tensor& scale, const Tensor& pending, const Tensor& seeded, const Tensor& history,
          const std::string& policy) { write_state(weight, {scale, pending, seeded, history, policy}); });
+  m.def("_slot_of(Tensor weight, str policy) -> (int slot, int generation, int ring, bool seeded, int policy)",
+        [](const Tensor& weight, const std::string& key) -> std::tuple<int64_t, int64_t, int64_t, bool, int64_t> {
+          const auto& policy = policy_by_key(key);
+          const auto slot = slot_of(weight, policy, /*trains=*/false);
+          return {slot.slot, slot.generation, slot.ring, slot.seeded, policy.id};
+        });
   m.def("_slices(Tensor parameter) -> int[][]", &slices_of);
   m.def("_is_policy(str policy) -> bool", &is_policy_key);
   m.def("_report() -> (int[] m_n_k_calls, str[] reasons)", &report);

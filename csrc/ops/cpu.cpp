@@ -41,27 +41,34 @@ void for_rows(const Tensor& x, Body&& body) {
   });
 }
 
-struct Measured {
+// The peak of a whole tensor.
+Peak measure(const Tensor& x) {
+  std::mutex mutex;
   float amax = 0;
   bool nonfinite = false;
-};
-
-Measured measure(const Tensor& x) {
-  std::mutex mutex;
-  Measured all;
   for_rows(x, [&](int64_t begin, int64_t end) {
-    Measured mine;
+    float my_amax = 0;
+    bool my_nonfinite = false;
     for_each(x, begin, end, [&](float v, int64_t, int64_t) {
       if (std::isfinite(v))
-        mine.amax = std::max(mine.amax, std::abs(v));
+        my_amax = std::max(my_amax, std::abs(v));
       else
-        mine.nonfinite = true;
+        my_nonfinite = true;
     });
     std::lock_guard lock(mutex);
-    all.amax = std::max(all.amax, mine.amax);
-    all.nonfinite |= mine.nonfinite;
+    amax = std::max(amax, my_amax);
+    nonfinite |= my_nonfinite;
   });
-  return all;
+  Peak bits;
+  std::memcpy(&bits, &amax, sizeof bits);
+  return nonfinite ? bits | kNonFinite : bits;
+}
+
+float amax_of(Peak peak) {
+  const Peak bits = peak & ~kNonFinite;
+  float amax;
+  std::memcpy(&amax, &bits, sizeof amax);
+  return amax;
 }
 
 void cast_rows(const Tensor& x, const Caster& cast, uint8_t* out, int64_t pitch) {
@@ -78,61 +85,79 @@ Tensor column_sums(const Tensor& x, at::ScalarType dtype) {
   return sums.to(dtype);
 }
 
-Tensor words(int64_t count) { return at::zeros({count}, at::kInt); }
 Tensor empty_float() { return at::empty({0}, at::kFloat); }
 
-float resolve_step(StepSource source, const TapedOperand& taped, Operand operand, const ScalingPolicy& policy) {
-  if (source == StepSource::kTaped) return taped.scale;
-  if (source == StepSource::kHistory && taped.scale != 0) return taped.scale;
-  return step_from_amax(taped.amax, policy.fp8_max[operand], policy);
+// The two copies of a matrix.
+std::pair<Tensor, Tensor> padded_copies(const Tensor& x, float step, at::ScalarType type, int64_t wanted) {
+  if (!(wanted & (kRow | kCol))) return {};
+  const IeeeFloats ieee;
+  const int64_t rows = round_up_16(x.size(0)), cols = round_up_16(x.size(1));
+  auto copy = at::zeros({rows, cols}, at::kByte);
+  cast_rows(x, Caster(type, step), copy.mutable_data_ptr<uint8_t>(), cols);
+  return {wanted & kRow ? copy.view(type) : Tensor(), wanted & kCol ? copy.t().contiguous().view(type) : Tensor()};
+}
+
+// The step of one use: the history's, or, for want of one, the tensor's own.
+float resolve_step(float of_history, Peak peak, Operand operand, const ScalingPolicy& policy) {
+  const IeeeFloats ieee;
+  return of_history != 0 ? of_history : step_from_amax(amax_of(peak), policy.fp8_max[operand], policy);
 }
 
 // ---- Ops
 
-Tensor new_tape(const Tensor&, int64_t slot, int64_t generation, int64_t ring, int64_t policy) {
-  auto tensor = words(kTapeWords);
-  auto& tape = *static_cast<Tape*>(tensor.mutable_data_ptr());
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> quantize_forward(const Tensor& x, const Tensor& w, int64_t slot,
+                                                                    int64_t generation, int64_t ring, bool seeded,
+                                                                    int64_t policy_id, at::ScalarType x_type,
+                                                                    at::ScalarType w_type, int64_t x_copies,
+                                                                    int64_t w_copies, bool records) {
+  const auto& policy = policy_by_id(policy_id);
+  const int64_t x_peaks = records && x_copies ? 1 : 0, w_peaks = records && w_copies ? 1 : 0;
+  auto words = at::zeros({kTapeWords + x_peaks + w_peaks}, at::kInt);
+  auto& tape = *static_cast<Tape*>(words.mutable_data_ptr());
+  auto* peaks = reinterpret_cast<Peak*>(&tape + 1);
   tape.slot = static_cast<int32_t>(slot);
   tape.generation = static_cast<int32_t>(generation);
   tape.ring = static_cast<int32_t>(ring);
-  for (const auto operand : {kX, kW, kG})
-    tape.operand[operand].scale = step_of_slot(tape, operand, policy_by_id(policy));
-  return tensor;
+  tape.operand[kX].peaks = static_cast<int32_t>(x_peaks);
+  tape.operand[kW].peaks = static_cast<int32_t>(w_peaks);
+  for (const auto operand : {kX, kW, kG}) {
+    tape.operand[operand].scale = step_of_slot(slot, generation, operand, policy);
+    TORCH_INTERNAL_ASSERT(!seeded || tape.operand[operand].scale != 0, "a history that was known is gone");
+  }
+  const auto use = [&](const Tensor& operand, Operand which, at::ScalarType type, int64_t wanted, Peak* recorded) {
+    if (!wanted) return std::pair<Tensor, Tensor>();
+    const Peak peak = measure(operand);
+    if (records) *recorded = peak;
+    tape.operand[which].scale = resolve_step(tape.operand[which].scale, peak, which, policy);
+    return padded_copies(operand, tape.operand[which].scale, type, wanted);
+  };
+  auto [x_row, x_col] = use(x, kX, x_type, x_copies, peaks);
+  auto [w_row, w_col] = use(w, kW, w_type, w_copies, peaks + x_peaks);
+  return {x_row, x_col, w_row, w_col, words};
 }
 
-Tensor new_gradient_tape(const Tensor& tape) {
-  auto tensor = words(kTapedOperandWords);
-  static_cast<TapedOperand*>(tensor.mutable_data_ptr())->scale =
-      static_cast<const Tape*>(tape.const_data_ptr())->operand[kG].scale;
-  return tensor;
-}
-
-std::tuple<Tensor, Tensor, Tensor> quantize_operand(const Tensor& x, const Tensor& taped_words, int64_t operand_index,
-                                                    int64_t source_index, int64_t policy_id, at::ScalarType type,
-                                                    bool row, bool col, std::optional<at::ScalarType> sums_dtype) {
-  const auto operand = static_cast<Operand>(operand_index);
-  const auto source = static_cast<StepSource>(source_index);
-  const IeeeFloats ieee;
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> quantize_backward(
+    const Tensor& g, const std::optional<Tensor>& w, const Tensor& tape_words, int64_t policy_id, at::ScalarType g_type,
+    at::ScalarType w_type, int64_t g_copies, std::optional<at::ScalarType> sums, bool, bool records) {
   const auto& policy = policy_by_id(policy_id);
-  auto& taped = *reinterpret_cast<TapedOperand*>(taped_words.mutable_data_ptr<int32_t>() + tape_word(operand));
+  const auto& tape = *static_cast<const Tape*>(tape_words.const_data_ptr());
+  const Peak peak = measure(g);
+  auto g_tape = at::empty({1}, at::kFloat);
+  float& step = *g_tape.mutable_data_ptr<float>();
+  step = resolve_step(tape.operand[kG].scale, peak, kG, policy);
+  auto [g_row, g_col] = padded_copies(g, step, g_type, g_copies);
+  Tensor w_col;
+  if (w) w_col = padded_copies(*w, tape.operand[kW].scale, w_type, kCol).second;
+  if (records) record(tape_words, peak, policy);
+  return {g_row, g_col, w_col, sums ? column_sums(g, *sums) : Tensor(), g_tape.view(at::kInt)};
+}
 
-  if (source != StepSource::kTaped || operand == kG) {
-    const auto measured = measure(x);
-    taped.amax = measured.amax;
-    taped.nonfinite = measured.nonfinite;
-  }
-  taped.scale = resolve_step(source, taped, operand, policy);
-
-  const auto bytes = at::TensorOptions().dtype(at::kByte);
-  Tensor row_copy = at::empty({0}, bytes).view(type), col_copy = row_copy;
-  if (row || col) {
-    const int64_t rows = round_up_16(x.size(0)), cols = round_up_16(x.size(1));
-    auto copy = at::zeros({rows, cols}, bytes);
-    cast_rows(x, Caster(type, taped.scale), copy.mutable_data_ptr<uint8_t>(), cols);
-    if (row) row_copy = copy.view(type);
-    if (col) col_copy = copy.t().contiguous().view(type);
-  }
-  return {row_copy, col_copy, sums_dtype ? column_sums(x, *sums_dtype) : empty_float()};
+std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_padded(const Tensor& x, const Tensor& step, at::ScalarType type,
+                                                           int64_t wanted, std::optional<at::ScalarType> sums) {
+  auto [row, col] = padded_copies(x, float32_step(step), type, wanted);
+  auto amax = at::empty({}, at::kFloat);
+  *amax.mutable_data_ptr<float>() = amax_of(measure(x));
+  return {row, col, sums ? column_sums(x, *sums) : Tensor(), amax};
 }
 
 std::tuple<Tensor, Tensor> quantize(const Tensor& x, const Tensor& scale, at::ScalarType dtype) {
@@ -144,7 +169,7 @@ std::tuple<Tensor, Tensor> quantize(const Tensor& x, const Tensor& scale, at::Sc
   auto q = at::empty(x.sizes(), at::TensorOptions().dtype(at::kByte));
   cast_rows(flat, Caster(dtype, float32_step(scale)), q.mutable_data_ptr<uint8_t>(), flat.size(1));
   auto amax = at::empty({}, at::kFloat);
-  *amax.mutable_data_ptr<float>() = measure(flat).amax;
+  *amax.mutable_data_ptr<float>() = amax_of(measure(flat));
   return {q.view(dtype), amax};
 }
 
@@ -195,8 +220,8 @@ Tensor mm(const Tensor& a, const Tensor& b, const Tensor& scale_a, int64_t word_
 TORCH_LIBRARY_IMPL(octavo, CPU, m) {
   namespace cpu = octavo::ops::cpu;
   m.impl("quantize", &cpu::quantize);
-  m.impl("_new_tape", &cpu::new_tape);
-  m.impl("_new_gradient_tape", &cpu::new_gradient_tape);
-  m.impl("_quantize_operand", &cpu::quantize_operand);
+  m.impl("_quantize_forward", &cpu::quantize_forward);
+  m.impl("_quantize_backward", &cpu::quantize_backward);
+  m.impl("_quantize_padded", &cpu::quantize_padded);
   m.impl("_mm", &cpu::mm);
 }

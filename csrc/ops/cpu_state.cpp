@@ -6,6 +6,8 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <atomic>
+#include <cstring>
 #include <mutex>
 
 #include "../arena.h"
@@ -30,38 +32,19 @@ T& entry(T* const* chunks, int64_t first, int64_t index) {
   return chunks[chunk][index];
 }
 Slot& slot_at(const ArenaView& arena, int32_t index) { return entry(arena.slots, ArenaView::kFirstSlots, index); }
+int32_t* seeded_at(const ArenaView& arena, int32_t index) {
+  return &entry(arena.seeded, kOperands * ArenaView::kFirstSlots, int64_t{kOperands} * index);
+}
 float* ring_at(const ArenaView& arena, const Slot& slot, int operand) {
   return &entry(arena.floats, ArenaView::kFirstFloats, slot.ring) + int64_t{operand} * slot.policy.history_len;
 }
 ArenaView arena() { return Arena::of(at::kCPU).view(); }
 
-// The slot that a tape speaks of, unless that has been freed since.
-Slot* slot_of(const Tape& tape, const ArenaView& view) {
-  if (tape.slot < 0) return nullptr;
-  auto& slot = slot_at(view, tape.slot);
-  return slot.generation == tape.generation ? &slot : nullptr;
-}
-
-void record(const Tensor& tape_words, const std::optional<Tensor>& gradient, int64_t policy_id) {
-  const IeeeFloats ieee;
-  const auto& policy = policy_by_id(policy_id);
-  const auto& tape = *static_cast<const Tape*>(tape_words.const_data_ptr());
-  std::lock_guard lock(state_mutex());
-  Slot* slot = slot_of(tape, arena());
-  if (!slot) return;
-  if (slot->policy.id != policy.id) {
-    slot->policy = policy;
-    slot->ring = tape.ring;
-    for (auto& operand : slot->operand) operand = {};
-  }
-  const auto pend = [&](Operand operand, float amax) {
-    slot->operand[operand].pending = std::max(slot->operand[operand].pending, amax);
-  };
-  pend(kX, tape.operand[kX].amax);
-  pend(kW, tape.operand[kW].amax);
-  if (!gradient) return;
-  const auto& g = *static_cast<const TapedOperand*>(gradient->const_data_ptr());
-  if (!g.nonfinite) pend(kG, g.amax);
+// Unless it has been freed since.
+Slot* find_slot(const ArenaView& view, int64_t slot, int64_t generation) {
+  if (slot < 0) return nullptr;
+  auto& found = slot_at(view, static_cast<int32_t>(slot));
+  return found.generation == generation ? &found : nullptr;
 }
 
 void advance_operand(Slot& slot, int operand, float* ring) {
@@ -93,7 +76,11 @@ void advance(const Tensor&, int64_t owner, const std::optional<Tensor>& found_in
   for (int32_t i = 0; i < view.slot_count; ++i) {
     auto& slot = slot_at(view, i);
     if (slot.policy.id == 0 || (owner && slot.owner && slot.owner != owner)) continue;
-    for (int operand = 0; operand < kOperands; ++operand) advance_operand(slot, operand, ring_at(view, slot, operand));
+    for (int operand = 0; operand < kOperands; ++operand) {
+      advance_operand(slot, operand, ring_at(view, slot, operand));
+      if (slot.operand[operand].seeded)
+        std::atomic_ref(seeded_at(view, i)[operand]).store(slot.version, std::memory_order_relaxed);
+    }
   }
 }
 
@@ -143,18 +130,44 @@ Tensor apply_steps(const Tensor& slots, const Tensor& due, const Tensor& steps, 
 
 }  // namespace cpu
 
-float step_of_slot(const Tape& tape, Operand operand, const ScalingPolicy& policy) {
+float step_of_slot(int64_t slot_index, int64_t generation, Operand operand, const ScalingPolicy& policy) {
   std::lock_guard lock(cpu::state_mutex());
-  const Slot* slot = cpu::slot_of(tape, cpu::arena());
+  const Slot* slot = cpu::find_slot(cpu::arena(), slot_index, generation);
   if (!slot || slot->policy.id != policy.id || !slot->operand[operand].seeded) return 0;
   return slot->operand[operand].scale;
+}
+
+void record(const at::Tensor& tape_words, Peak g, const ScalingPolicy& policy) {
+  const IeeeFloats ieee;
+  const auto& tape = *static_cast<const Tape*>(tape_words.const_data_ptr());
+  const auto* peaks = reinterpret_cast<const Peak*>(&tape + 1);
+  std::lock_guard lock(cpu::state_mutex());
+  Slot* slot = cpu::find_slot(cpu::arena(), tape.slot, tape.generation);
+  if (!slot) return;
+  if (slot->policy.id != policy.id) {
+    slot->policy = policy;
+    slot->ring = tape.ring;
+    for (auto& operand : slot->operand) operand = {};
+  }
+  const auto pend = [&](Operand operand, const Peak* first, int64_t count) {
+    for (int64_t i = 0; i < count; ++i) {
+      float amax;
+      const Peak bits = first[i] & ~kNonFinite;
+      std::memcpy(&amax, &bits, sizeof amax);
+      slot->operand[operand].pending = std::max(slot->operand[operand].pending, amax);
+    }
+  };
+  pend(kX, peaks, tape.operand[kX].peaks);
+  pend(kW, peaks + tape.operand[kX].peaks, tape.operand[kW].peaks);
+  if (!(g & kNonFinite)) pend(kG, &g, 1);
 }
 
 }  // namespace octavo::ops
 
 TORCH_LIBRARY_IMPL(octavo, CPU, m) {
   namespace cpu = octavo::ops::cpu;
-  m.impl("_record", &cpu::record);
+  m.impl("_record",
+         [](const at::Tensor& tape, int64_t policy) { octavo::ops::record(tape, 0, octavo::policy_by_id(policy)); });
   m.impl("_advance", &cpu::advance);
   m.impl("_gather_rings", &cpu::gather_rings);
   m.impl("_apply_steps", &cpu::apply_steps);

@@ -38,62 +38,158 @@ kernels::Matrix matrix_of(const Tensor& x) {
   return {x.const_data_ptr(), dtype_of(x.scalar_type()), x.size(0), x.size(1), x.stride(0), x.stride(1)};
 }
 
-template <class T>
-T* words_at(const Tensor& words, int64_t position) {
-  return reinterpret_cast<T*>(static_cast<int32_t*>(words.mutable_data_ptr()) + position);
+float* float_at(const Tensor& words, int64_t position) {
+  return reinterpret_cast<float*>(static_cast<int32_t*>(words.mutable_data_ptr()) + position);
+}
+Peak* peaks_at(const Tensor& words, int64_t position) {
+  return reinterpret_cast<Peak*>(static_cast<int32_t*>(words.mutable_data_ptr()) + position);
 }
 
-Tensor new_tape(const Tensor& like, int64_t slot, int64_t generation, int64_t ring, int64_t policy) {
-  const c10::cuda::CUDAGuard guard(like.device());
-  auto tape = empty({kTapeWords}, at::kInt, like.device());
-  kernels::init_tape(words_at<Tape>(tape, 0), static_cast<int32_t>(slot), static_cast<int32_t>(generation),
-                     static_cast<int32_t>(ring), policy_by_id(policy), Arena::of(like.device()).view(),
-                     stream_of(like));
-  return tape;
-}
-
-Tensor new_gradient_tape(const Tensor& tape) {
-  const c10::cuda::CUDAGuard guard(tape.device());
-  auto gradient = empty({kTapedOperandWords}, at::kInt, tape.device());
-  kernels::init_gradient(words_at<TapedOperand>(gradient, 0), words_at<const Tape>(tape, 0), stream_of(tape));
-  return gradient;
-}
-
-std::tuple<Tensor, Tensor, Tensor> quantize_operand(const Tensor& x, const Tensor& taped, int64_t operand_index,
-                                                    int64_t source_index, int64_t policy, at::ScalarType type, bool row,
-                                                    bool col, std::optional<at::ScalarType> sums_dtype) {
-  const c10::cuda::CUDAGuard guard(x.device());
-  const auto stream = stream_of(x);
-  const auto operand = static_cast<Operand>(operand_index);
-  const auto source = static_cast<StepSource>(source_index);
-  const int64_t rows = round_up_16(x.size(0)), cols = round_up_16(x.size(1));
-  const auto copy = [&](bool wanted, int64_t m, int64_t n) {
-    return empty({wanted ? m : 0, wanted ? n : 0}, type, x.device());
-  };
+// A quantisation, with room for its copies.
+struct Job {
+  Job(const Tensor& x, Operand operand, at::ScalarType type, int64_t copies) {
+    q.x = matrix_of(x);
+    q.operand = operand;
+    q.format = fp8_of(type);
+    q.padded_rows = round_up_16(x.size(0));
+    q.padded_cols = round_up_16(x.size(1));
+    const auto make = [&](int64_t rows, int64_t cols, uint8_t*& place) {
+      auto copy = empty({rows, cols}, type, x.device());
+      place = static_cast<uint8_t*>(copy.mutable_data_ptr());
+      return copy;
+    };
+    if (copies & kRow) row = make(q.padded_rows, q.padded_cols, q.row);
+    if (copies & kCol) col = make(q.padded_cols, q.padded_rows, q.col);
+  }
 
   kernels::Quantize q;
-  q.x = matrix_of(x);
-  q.format = fp8_of(type);
-  q.rule = {static_cast<kernels::StepSource>(source), operand, policy_by_id(policy)};
-  q.taped = words_at<TapedOperand>(taped, tape_word(operand));
-  q.measure = source != StepSource::kTaped || operand == kG;
-  q.padded_rows = rows;
-  q.padded_cols = cols;
-  auto row_copy = copy(row, rows, cols), col_copy = copy(col, cols, rows);
-  if (row) q.row = static_cast<uint8_t*>(row_copy.mutable_data_ptr());
-  if (col) q.col = static_cast<uint8_t*>(col_copy.mutable_data_ptr());
-  const int64_t tiles = (x.size(0) + kernels::Quantize::kSumRows - 1) / kernels::Quantize::kSumRows;
-  auto partials = empty({sums_dtype ? tiles : 0, x.size(1)}, at::kFloat, x.device());
-  if (sums_dtype) q.column_sums = static_cast<float*>(partials.mutable_data_ptr());
+  Tensor row, col;
+};
 
-  if (source != StepSource::kTaped) kernels::measure_amax(q.x, q.taped, q.rule, stream);
-  kernels::quantize(q, stream);
+// The sums of a quantisation's columns, which `end` is to complete.
+struct ColumnSums {
+  ColumnSums(Job& job, std::optional<at::ScalarType> dtype, c10::Device device, kernels::EndOfBackward& end) {
+    if (!dtype) return;
+    constexpr int64_t rows = kernels::Quantize::kSumRows;
+    end.tiles = (job.q.x.rows + rows - 1) / rows;
+    end.cols = job.q.x.cols;
+    partial = empty({end.tiles, end.cols}, at::kFloat, device);
+    sums = empty({end.cols}, *dtype, device);
+    job.q.column_sums = partial.mutable_data_ptr<float>();
+    end.partial_sums = job.q.column_sums;
+    end.sums = sums.mutable_data_ptr();
+    end.sums_dtype = dtype_of(*dtype);
+  }
 
-  auto sums = empty({sums_dtype ? x.size(1) : 0}, sums_dtype.value_or(at::kFloat), x.device());
-  if (sums_dtype)
-    kernels::reduce_column_sums(q.column_sums, tiles, x.size(1), sums.mutable_data_ptr(), dtype_of(*sums_dtype),
-                                stream);
-  return {row_copy, col_copy, sums};
+  Tensor partial, sums;
+};
+
+// Room for what measure_amax finds in a tensor, which the quantisation then takes its step from.
+kernels::Measure measure_before(Job& job, const float* known, const Tensor& room, int64_t position) {
+  kernels::Measure measure{.x = job.q.x, .operand = job.q.operand, .known = known};
+  measure.peaks = peaks_at(room, position);
+  job.q.measured = measure.peaks;
+  job.q.measured_count = kernels::peaks_of(measure);
+  job.q.source = kernels::StepSource::kHistory;
+  return measure;
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> quantize_forward(const Tensor& x, const Tensor& w, int64_t slot,
+                                                                    int64_t generation, int64_t ring, bool seeded,
+                                                                    int64_t policy_id, at::ScalarType x_type,
+                                                                    at::ScalarType w_type, int64_t x_copies,
+                                                                    int64_t w_copies, bool records) {
+  const c10::cuda::CUDAGuard guard(x.device());
+  const auto stream = stream_of(x);
+  const auto& policy = policy_by_id(policy_id);
+  Job x_job(x, kX, x_type, x_copies), w_job(w, kW, w_type, w_copies);
+
+  kernels::Forward forward;
+  forward.slot = static_cast<int32_t>(slot);
+  forward.generation = static_cast<int32_t>(generation);
+  forward.ring = static_cast<int32_t>(ring);
+  forward.x_peaks = records && x_copies ? kernels::tiles_of(x_job.q) : 0;
+  forward.w_peaks = records && w_copies ? kernels::tiles_of(w_job.q) : 0;
+  forward.policy = policy.id;
+  if (slot >= 0) forward.place = Arena::of(x.device()).slot_at(forward.slot);
+  auto tape = empty({kTapeWords + forward.x_peaks + forward.w_peaks}, at::kInt, x.device());
+  forward.tape = reinterpret_cast<Tape*>(tape.mutable_data_ptr());
+
+  std::array<Job*, 2> wanted = {&x_job, &w_job};
+  const int count = x_copies && w_copies ? 2 : 1;
+  if (!x_copies) wanted[0] = &w_job;
+  std::array<kernels::Quantize, 2> quantizations;
+  std::array<kernels::Measure, 2> measures;
+  Tensor room;
+  if (!seeded) room = empty({count * kernels::Measure::kMaxPeaks}, at::kInt, x.device());
+  int64_t peaks = kTapeWords;
+  for (int i = 0; i < count; ++i) {
+    auto& q = wanted[i]->q;
+    q.given = q.used = float_at(tape, tape_word(q.operand));
+    q.source = kernels::StepSource::kSlot;
+    if (!seeded) measures[i] = measure_before(*wanted[i], nullptr, room, i * kernels::Measure::kMaxPeaks);
+    if (records) q.peaks = peaks_at(tape, peaks);
+    peaks += q.operand == kX ? forward.x_peaks : forward.w_peaks;
+    quantizations[i] = q;
+  }
+  if (!seeded) kernels::measure_amax(measures.data(), count, &forward, stream);
+  kernels::quantize(quantizations.data(), count, policy, &forward, stream);
+  return {x_job.row, x_job.col, w_job.row, w_job.col, tape};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> quantize_backward(
+    const Tensor& g, const std::optional<Tensor>& w, const Tensor& tape, int64_t policy_id, at::ScalarType g_type,
+    at::ScalarType w_type, int64_t g_copies, std::optional<at::ScalarType> sums_dtype, bool seeded, bool records) {
+  const c10::cuda::CUDAGuard guard(g.device());
+  const auto stream = stream_of(g);
+  const auto& policy = policy_by_id(policy_id);
+  Job g_job(g, kG, g_type, g_copies);
+  const int32_t peaks = records ? kernels::tiles_of(g_job.q) : 0;
+  auto g_tape = empty({1 + peaks + (seeded ? 0 : kernels::Measure::kMaxPeaks)}, at::kInt, g.device());
+
+  kernels::EndOfBackward end;
+  const ColumnSums sums(g_job, sums_dtype, g.device(), end);
+  g_job.q.given = float_at(tape, tape_word(kG));
+  g_job.q.used = float_at(g_tape, 0);
+  if (records) {
+    end.tape = reinterpret_cast<const Tape*>(tape.const_data_ptr());
+    end.g_peaks = g_job.q.peaks = peaks_at(g_tape, 1);
+    end.g_count = peaks;
+    end.policy = policy;
+    end.arena = Arena::of(g.device()).view();
+  }
+  if (!seeded) {
+    const auto measure = measure_before(g_job, g_job.q.given, g_tape, 1 + peaks);
+    kernels::measure_amax(&measure, 1, nullptr, stream);
+  }
+  std::array<kernels::Quantize, 2> quantizations = {g_job.q};
+  std::optional<Job> w_job;
+  if (w) {
+    w_job.emplace(*w, kW, w_type, kCol);
+    w_job->q.given = float_at(tape, tape_word(kW));
+    quantizations[1] = w_job->q;
+  }
+  kernels::quantize(quantizations.data(), w ? 2 : 1, policy, nullptr, stream);
+  kernels::end_backward(end, stream);
+  return {g_job.row, g_job.col, w_job ? w_job->col : Tensor(), sums.sums, g_tape};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_padded(const Tensor& x, const Tensor& step, at::ScalarType type,
+                                                           int64_t copies, std::optional<at::ScalarType> sums_dtype) {
+  const c10::cuda::CUDAGuard guard(x.device());
+  const auto stream = stream_of(x);
+  const auto words = step_words(step, x.device());
+  Job job(x, kX, type, copies);
+  kernels::EndOfBackward end;
+  const ColumnSums sums(job, sums_dtype, x.device(), end);
+  job.q.given = float_at(words, 0);
+  auto peaks = empty({kernels::tiles_of(job.q)}, at::kInt, x.device());
+  job.q.peaks = peaks_at(peaks, 0);
+  kernels::quantize(&job.q, 1, {}, nullptr, stream);
+  kernels::end_backward(end, stream);
+  auto amax = empty({}, at::kFloat, x.device());
+  kernels::reduce_peaks(job.q.peaks, static_cast<int32_t>(peaks.numel()), amax.mutable_data_ptr<float>(), stream);
+  return {job.row, job.col, sums.sums, amax};
 }
 
 std::tuple<Tensor, Tensor> quantize(const Tensor& x, const Tensor& scale, at::ScalarType dtype) {
@@ -101,21 +197,24 @@ std::tuple<Tensor, Tensor> quantize(const Tensor& x, const Tensor& scale, at::Sc
   check_fp8_type("quantize", "dtype", dtype);
   check_scale("quantize", "scale", scale, x.device());
   const c10::cuda::CUDAGuard guard(x.device());
-  auto taped = at::zeros({kTapedOperandWords}, x.options().dtype(at::kInt));
-  taped.narrow(0, 0, 1).copy_(step_words(scale, x.device()));
+  const auto stream = stream_of(x);
   auto q = empty(x.sizes(), dtype, x.device());
-  if (x.numel()) {
-    const auto flat = as_matrix(x);
-    kernels::Quantize job;
-    job.x = matrix_of(flat);
-    job.format = fp8_of(dtype);
-    job.taped = words_at<TapedOperand>(taped, 0);
-    job.padded_rows = flat.size(0);
-    job.padded_cols = flat.size(1);
-    job.row = static_cast<uint8_t*>(q.mutable_data_ptr());
-    kernels::quantize(job, stream_of(x));
-  }
-  return {q, taped.narrow(0, 1, 1).view(at::kFloat).reshape({}).clone()};
+  auto amax = at::zeros({}, x.options().dtype(at::kFloat));
+  if (!x.numel()) return {q, amax};
+  const auto flat = as_matrix(x);
+  const auto words = step_words(scale, x.device());
+  kernels::Quantize job;
+  job.x = matrix_of(flat);
+  job.format = fp8_of(dtype);
+  job.given = float_at(words, 0);
+  job.padded_rows = flat.size(0);
+  job.padded_cols = flat.size(1);
+  job.row = static_cast<uint8_t*>(q.mutable_data_ptr());
+  auto peaks = empty({kernels::tiles_of(job)}, at::kInt, x.device());
+  job.peaks = peaks_at(peaks, 0);
+  kernels::quantize(&job, 1, {}, nullptr, stream);
+  kernels::reduce_peaks(job.peaks, static_cast<int32_t>(peaks.numel()), amax.mutable_data_ptr<float>(), stream);
+  return {q, amax};
 }
 
 // Native, or emulated: because the device, the formats or the switch say so.
@@ -128,6 +227,14 @@ bool must_emulate(const Tensor& a, const Tensor& b) {
         "from the same bytes, no faster than bf16 (fp8_format=\"hybrid\" avoids them)");
   }
   return support == "emulated" || both_e5m2 || is_emulated();
+}
+
+// A scale where cuBLASLt can take it, which a user's own need not be: then a copy, which `copy` keeps.
+const float* aligned_scale(const Tensor& words, int64_t word, Tensor& copy) {
+  const float* const scale = float_at(words, word);
+  if (reinterpret_cast<uintptr_t>(scale) % 16 == 0) return scale;
+  copy = words.narrow(0, word, 1).clone();
+  return float_at(copy, 0);
 }
 
 Tensor mm(const Tensor& a, const Tensor& b, const Tensor& scale_a, int64_t word_a, const Tensor& scale_b,
@@ -144,8 +251,9 @@ Tensor mm(const Tensor& a, const Tensor& b, const Tensor& scale_a, int64_t word_
   g.b = static_cast<const uint8_t*>(b.const_data_ptr());
   g.format_a = fp8_of(a.scalar_type());
   g.format_b = fp8_of(b.scalar_type());
-  g.scale_a = words_at<const float>(scale_a, word_a);
-  g.scale_b = words_at<const float>(scale_b, word_b);
+  Tensor copied_a, copied_b;
+  g.scale_a = aligned_scale(scale_a, word_a, copied_a);
+  g.scale_b = aligned_scale(scale_b, word_b, copied_b);
   if (bias) {
     g.bias = added.const_data_ptr();
     g.bias_dtype = dtype_of(added.scalar_type());
@@ -159,10 +267,13 @@ Tensor mm(const Tensor& a, const Tensor& b, const Tensor& scale_a, int64_t word_
   return d;
 }
 
-void record(const Tensor& tape, const std::optional<Tensor>& gradient, int64_t policy) {
+void record(const Tensor& tape, int64_t policy) {
   const c10::cuda::CUDAGuard guard(tape.device());
-  kernels::record(words_at<const Tape>(tape, 0), gradient ? words_at<const TapedOperand>(*gradient, 0) : nullptr,
-                  policy_by_id(policy), Arena::of(tape.device()).view(), stream_of(tape));
+  kernels::EndOfBackward end;
+  end.tape = reinterpret_cast<const Tape*>(tape.const_data_ptr());
+  end.policy = policy_by_id(policy);
+  end.arena = Arena::of(tape.device()).view();
+  kernels::end_backward(end, stream_of(tape));
 }
 
 void advance(const Tensor& anchor, int64_t owner, const std::optional<Tensor>& found_inf) {
@@ -210,9 +321,9 @@ std::string support_of(c10::Device device) {
 TORCH_LIBRARY_IMPL(octavo, CUDA, m) {
   namespace cuda = octavo::ops::cuda;
   m.impl("quantize", &cuda::quantize);
-  m.impl("_new_tape", &cuda::new_tape);
-  m.impl("_new_gradient_tape", &cuda::new_gradient_tape);
-  m.impl("_quantize_operand", &cuda::quantize_operand);
+  m.impl("_quantize_forward", &cuda::quantize_forward);
+  m.impl("_quantize_backward", &cuda::quantize_backward);
+  m.impl("_quantize_padded", &cuda::quantize_padded);
   m.impl("_mm", &cuda::mm);
   m.impl("_record", &cuda::record);
   m.impl("_advance", &cuda::advance);

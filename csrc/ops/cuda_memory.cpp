@@ -5,6 +5,8 @@
 #include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/cuda/CUDAGuard.h>
 
+#include <cstring>
+
 #include "../arena.h"
 
 namespace octavo::ops {
@@ -20,13 +22,25 @@ void* allocate(std::size_t bytes, c10::Device device) {
   return memory;
 }
 
+void* allocate_shared(std::size_t bytes, c10::Device device) {
+  const c10::cuda::CUDAGuard guard(device);
+  void* memory = nullptr;
+  C10_CUDA_CHECK(cudaHostAlloc(&memory, bytes, cudaHostAllocMapped | cudaHostAllocPortable));
+  std::memset(memory, 0, bytes);
+  return memory;
+}
+
 bool is_capturing(c10::Device device) {
   const c10::cuda::CUDAGuard guard(device);
   return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
 }
 
+uint64_t stream(c10::Device device) {
+  return static_cast<uint64_t>(c10::cuda::getCurrentCUDAStream(device.index()).id());
+}
+
 [[maybe_unused]] const bool registered = [] {
-  register_device_memory(c10::kCUDA, {&allocate, &is_capturing});
+  register_device_memory(c10::kCUDA, {&allocate, &allocate_shared, &is_capturing, &stream});
   return true;
 }();
 

@@ -4,7 +4,6 @@
 #include <octavo/ops.h>
 #include <torch/library.h>
 
-#include "../policy.h"
 #include "checks.h"
 #include "device.h"
 #include "find.h"
@@ -18,20 +17,6 @@ using OptionalTensor = std::optional<Tensor>;
 
 using ops::as_matrix;
 using ops::find;
-
-// The policy by which the taped-step ops are called; nothing of it is used.
-int64_t any_policy() {
-  static const int64_t id = policy_of(std::make_shared<DynamicScaling>(), Fp8Format::HYBRID).id;
-  return id;
-}
-
-// A stateless tape that holds these steps.
-Tensor tape_with(const Tensor& like, const Tensor& scale_x, const Tensor& scale_w) {
-  auto tape = ops::new_tape(like, -1, 0, 0, any_policy());
-  tape.narrow(0, ops::tape_word(kX), 1).copy_(ops::step_words(scale_x, like.device()));
-  tape.narrow(0, ops::tape_word(kW), 1).copy_(ops::step_words(scale_w, like.device()));
-  return tape;
-}
 
 // With zero bytes up to multiples of 16, as the products want their operands.
 Tensor padded(const Tensor& codes) {
@@ -86,10 +71,6 @@ void check_operand(const char* op, const char* argument, const Tensor& t, int64_
 
 constexpr int64_t kManyDims = 64;
 
-Tensor amax_at(const Tensor& tape, int64_t word) {
-  return tape.narrow(0, word + 1, 1).view(at::kFloat).reshape({}).clone();
-}
-
 std::tuple<Tensor, Tensor, Tensor> linear_forward_fp8_impl(const Tensor& x, const Tensor& w, const OptionalTensor& bias,
                                                            const Tensor& scale_x, const Tensor& scale_w,
                                                            at::ScalarType dtype) {
@@ -142,24 +123,19 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> linear_backward_fp8_impl(const Tensor
     if (masks[2]) db = g2.sum(0);
     return {dx, dw, db, std::get<1>(quantize(g2, scale_g, dtype))};
   }
-  const auto policy = any_policy();
-  const auto tape = tape_with(g, scale_x, scale_w);
-  auto grad_tape = ops::new_gradient_tape(tape);
-  grad_tape.narrow(0, 0, 1).copy_(ops::step_words(scale_g, g.device()));
-  const auto taped = ops::StepSource::kTaped;
-  const auto gq = ops::quantize_operand(
-      g2, grad_tape, kG, taped, policy, dtype,
-      {.row = masks[0], .col = masks[1], .column_sums = masks[2] ? std::optional(dtype_out) : std::nullopt});
+  const auto word = [&](const Tensor& scale) { return ops::step_words(scale, g.device()); };
+  const auto gq = ops::quantize_padded(g2, scale_g, dtype, ops::copies(masks[0], masks[1]),
+                                       masks[2] ? std::optional(dtype_out) : std::nullopt);
   if (masks[0]) {
-    const auto wq = ops::quantize_operand(w, tape, kW, taped, policy, operand_dtype, {.col = true});
-    dx = ops::mm(gq.row, wq.col, grad_tape, 0, tape, ops::tape_word(kW), {}, m, k, dtype_out, false).view(x.sizes());
+    const auto wq = ops::quantize_padded(w, scale_w, operand_dtype, ops::kCol, {});
+    dx = ops::mm(gq.row, wq.col, word(scale_g), 0, word(scale_w), 0, {}, m, k, dtype_out, false).view(x.sizes());
   }
   if (masks[1]) {
-    const auto xq = ops::quantize_operand(x2, tape, kX, taped, policy, operand_dtype, {.col = true});
-    dw = ops::mm(gq.col, xq.col, grad_tape, 0, tape, ops::tape_word(kX), {}, n, k, dtype_out, false);
+    const auto xq = ops::quantize_padded(x2, scale_x, operand_dtype, ops::kCol, {});
+    dw = ops::mm(gq.col, xq.col, word(scale_g), 0, word(scale_x), 0, {}, n, k, dtype_out, false);
   }
-  if (masks[2]) db = gq.column_sums;
-  return {dx, dw, db, amax_at(grad_tape, 0)};
+  if (masks[2]) db = gq.sums;
+  return {dx, dw, db, gq.amax};
 }
 
 }  // namespace

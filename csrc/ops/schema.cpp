@@ -20,24 +20,32 @@ TORCH_LIBRARY(octavo, m) {
       "Tensor scale_x, ScalarType dtype, ScalarType operand_dtype=float8_e4m3fn) -> "
       "(Tensor grad_x, Tensor grad_w, Tensor grad_b, Tensor amax_g)");
 
-  // ---- Internal: one kernel each per device, put together in fp8_linear.cpp. Tapes are int32 tensors (slot.h).
-  // A forward's tape on like's device: amaxes 0, the slot's coordinates (slot < 0: stateless), and the steps of its
-  // three operands under this policy, 0 where there is no history.
-  m.def("_new_tape(Tensor like, int slot, int generation, int ring, int policy) -> Tensor");
-  // What backward begins with: one TapedOperand, with g's step out of the forward's tape.
-  m.def("_new_gradient_tape(Tensor tape) -> Tensor");
-  // The row-major and the transposed FP8 copy of x[rows, cols], zero-padded to multiples of 16, and column sums, each
-  // if asked for, else an empty tensor. Step, amax and a non-finite flag go into `taped` (the part of it that is
-  // `operand`'s). source: ops::StepSource; policy: id of a ScalingPolicy, for the formula.
+  // ---- Internal: one kernel each per device, put together in fp8_linear.cpp. Tapes are int32 tensors (slot.h); copies
+  // are bits of ops::Copies; what is not asked for is not defined. policy: id of a ScalingPolicy.
+  // FP8 copies of x[M, K] and w[N, K], zero-padded to multiples of 16, and the tape. Each is made with the step that
+  // the slot holds under this policy, or, where it has no history (slot < 0: never), with its own amax's. records: a
+  // backward will want the amaxes.
   m.def(
-      "_quantize_operand(Tensor x, Tensor(a!) taped, int operand, int source, int policy, "
-      "ScalarType dtype, bool row, bool col, ScalarType? column_sums) -> (Tensor row, Tensor col, Tensor sums)");
+      "_quantize_forward(Tensor x, Tensor w, int slot, int generation, int ring, bool seeded, int policy, "
+      "ScalarType x_type, ScalarType w_type, int x_copies, int w_copies, bool records) -> "
+      "(Tensor x_row, Tensor x_col, Tensor w_row, Tensor w_col, Tensor tape)");
+  // The same of g[M, N], with the step that forward's tape holds for it, and its column sums; w's transposed copy, with
+  // forward's step; and the record of what was measured, into the arena: pending = max(pending, amax), for x, w and g.
+  // seeded: that step is known to be there. g_tape: g's step, in its first word.
+  m.def(
+      "_quantize_backward(Tensor g, Tensor? w, Tensor tape, int policy, ScalarType g_type, ScalarType w_type, "
+      "int g_copies, ScalarType? sums, bool seeded, bool records) -> "
+      "(Tensor g_row, Tensor g_col, Tensor w_col, Tensor sums, Tensor g_tape)");
+  // That record alone, of x and w.
+  m.def("_record(Tensor tape, int policy) -> ()");
+  // Copies of any matrix, with a given step.
+  m.def(
+      "_quantize_padded(Tensor x, Tensor step, ScalarType type, int copies, ScalarType? sums) -> "
+      "(Tensor row, Tensor col, Tensor sums, Tensor amax)");
   // The product of two padded copies, cropped to [m, n]; scales are float32 words at a position in an int32 tape.
   m.def(
       "_mm(Tensor a, Tensor b, Tensor scale_a, int word_a, Tensor scale_b, int word_b, Tensor? bias, int m, int n, "
       "ScalarType out_dtype, bool fast_accumulation) -> Tensor");
-  // Backward's record of what was measured, into the arena: pending = max(pending, amax), for x, w and g.
-  m.def("_record(Tensor tape, Tensor? gradient, int policy) -> ()");
   // After an optimizer's step, over the whole arena of anchor's device: pending amaxes enter the rings, policies give
   // new steps. owner 0: all slots. found_inf: one float32, not 0: nothing happens.
   m.def("_advance(Tensor anchor, int owner, Tensor? found_inf) -> ()");

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -155,6 +156,37 @@ inline std::vector<uint8_t> expected_copy(const TestMatrix& x, Fp8 format, float
     }
   }
   return bytes;
+}
+
+// What a set of peaks says of its tensor.
+struct Measured {
+  float amax = 0.0f;
+  int32_t nonfinite = 0;
+};
+inline Measured combined(const std::vector<Peak>& peaks) {
+  Measured all;
+  for (const Peak peak : peaks) {
+    const Peak bits = peak & ~kNonFinite;
+    float amax;
+    std::memcpy(&amax, &bits, sizeof amax);
+    all.amax = std::max(all.amax, amax);
+    all.nonfinite |= (peak & kNonFinite) != 0;
+  }
+  return all;
+}
+// Peaks that nobody has written: no tensor has such.
+inline std::vector<Peak> unwritten(int32_t count) { return std::vector<Peak>(count, 0xffffffffu); }
+
+// The quantisation `q` with this step, and what it measured.
+inline Measured quantized(Quantize q, float step, cudaStream_t stream) {
+  Buffer<float> given(std::vector<float>{step}), used(1);
+  Buffer<Peak> peaks(unwritten(kernels::tiles_of(q)));
+  q.given = given.get();
+  q.used = used.get();
+  q.peaks = peaks.get();
+  kernels::quantize(&q, 1, {}, nullptr, stream);
+  EXPECT_EQ(std::bit_cast<uint32_t>(used.one()), std::bit_cast<uint32_t>(step));
+  return combined(peaks.read());
 }
 
 // Says where the first difference is.

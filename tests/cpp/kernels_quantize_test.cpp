@@ -11,8 +11,7 @@
 namespace octavo::testing {
 namespace {
 
-using kernels::StepRule;
-using kernels::StepSource;
+using kernels::Measure;
 
 constexpr std::pair<int64_t, int64_t> kShapes[] = {{1, 1},     {1, 16},   {1, 24},   {16, 1},    {7, 5},
                                                    {128, 128}, {129, 65}, {130, 40}, {200, 264}, {250, 136},
@@ -26,30 +25,27 @@ class QuantizeKernel : public GpuTest {
     const int64_t rows = is_padded ? round_up_16(x.rows()) : x.rows();
     const int64_t cols = is_padded ? round_up_16(x.cols()) : x.cols();
     const std::vector<uint8_t> untouched(rows * cols, 0xcd);
-    Buffer<TapedOperand> taped(std::vector<TapedOperand>{{step, 0.0f, 0, 0}});
     Buffer<uint8_t> row(untouched), col(untouched);
     Quantize q;
     q.x = x.view();
     q.format = format;
-    q.rule.source = StepSource::kTaped;
-    q.taped = taped.get();
     q.padded_rows = rows;
     q.padded_cols = cols;
     q.row = copies & 1 ? row.get() : nullptr;
     q.col = copies & 2 ? col.get() : nullptr;
-    kernels::quantize(q, stream_);
+    const Measured seen = quantized(q, step, stream_);
     EXPECT_TRUE(same(row.read(), copies & 1 ? expected_copy(x, format, step, rows, cols, false) : untouched, cols));
     EXPECT_TRUE(same(col.read(), copies & 2 ? expected_copy(x, format, step, cols, rows, true) : untouched, rows));
-    EXPECT_EQ(taped.one().amax, x.amax());
-    EXPECT_EQ(taped.one().nonfinite, x.nonfinite());
+    EXPECT_EQ(seen.amax, x.amax());
+    EXPECT_EQ(seen.nonfinite, x.nonfinite());
   }
 
-  TapedOperand measured(const TestMatrix& x) {
-    Buffer<TapedOperand> taped(1);
-    StepRule rule;
-    rule.source = StepSource::kAmax;
-    kernels::measure_amax(x.view(), taped.get(), rule, stream_);
-    return taped.one();
+  Measured measured(const TestMatrix& x) {
+    Measure measure{.x = x.view()};
+    Buffer<Peak> peaks(unwritten(kernels::peaks_of(measure)));
+    measure.peaks = peaks.get();
+    kernels::measure_amax(&measure, 1, nullptr, stream_);
+    return combined(peaks.read());
   }
 };
 
@@ -99,35 +95,72 @@ TEST_F(QuantizeKernel, NoFiniteElement) {
 TEST_F(QuantizeKernel, MisalignedCopies) {
   const TestMatrix x(DType::kBF16, 144, 160, all_strides()[0], Values(DType::kBF16, 3, false));
   for (const int64_t shift : {1, 4, 8}) {
-    Buffer<TapedOperand> taped(std::vector<TapedOperand>{{0.5f, 0.0f, 0, 0}});
     Buffer<uint8_t> row(144 * 160 + shift), col(144 * 160 + shift);
     Quantize q;
     q.x = x.view();
-    q.taped = taped.get();
     q.padded_rows = 144;
     q.padded_cols = 160;
     q.row = row.get() + shift;
     q.col = col.get() + shift;
-    kernels::quantize(q, stream_);
+    quantized(q, 0.5f, stream_);
     const std::vector<uint8_t> rows = row.read(), cols = col.read();
     EXPECT_TRUE(same({rows.begin() + shift, rows.end()}, expected_copy(x, q.format, 0.5f, 144, 160, false), 160));
     EXPECT_TRUE(same({cols.begin() + shift, cols.end()}, expected_copy(x, q.format, 0.5f, 160, 144, true), 144));
   }
 }
 
-TEST_F(QuantizeKernel, MeasuresOnlyIfAsked) {
-  const TestMatrix x(DType::kFP32, 16, 16, all_strides()[0], Values(DType::kFP32, 2, true));
-  Buffer<TapedOperand> taped(std::vector<TapedOperand>{{1.0f, 0.25f, 0, 0}});
-  Buffer<uint8_t> row(256);
-  Quantize q;
-  q.x = x.view();
-  q.taped = taped.get();
-  q.measure = false;
-  q.padded_rows = q.padded_cols = 16;
-  q.row = row.get();
-  kernels::quantize(q, stream_);
-  EXPECT_EQ(taped.one().amax, 0.25f);
-  EXPECT_EQ(taped.one().nonfinite, 0);
+// Two matrices in one launch, and in two where their types differ: each as if it were alone.
+TEST_F(QuantizeKernel, TwoAtOnce) {
+  const DType pairs[][2] = {{DType::kBF16, DType::kBF16}, {DType::kFP32, DType::kFP32}, {DType::kFP32, DType::kBF16}};
+  for (const auto& [first, second] : pairs) {
+    const TestMatrix x(first, 200, 264, all_strides()[0], Values(first, 4, false));
+    const TestMatrix w(second, 130, 40, all_strides()[3], Values(second, 5, true));
+    const TestMatrix* const matrices[] = {&x, &w};
+    const float steps[] = {0.03f, 1.7f};
+    Buffer<float> given(std::vector<float>{steps[0], steps[1]}), sums(2 * 264);
+    std::vector<Buffer<uint8_t>> copies;
+    std::vector<Buffer<Peak>> peaks;
+    Quantize q[2];
+    for (int i = 0; i < 2; ++i) {
+      const int64_t rows = round_up_16(matrices[i]->rows()), cols = round_up_16(matrices[i]->cols());
+      q[i].x = matrices[i]->view();
+      q[i].format = kFormats[i];
+      q[i].given = given.get() + i;
+      q[i].padded_rows = rows;
+      q[i].padded_cols = cols;
+      q[i].row = copies.emplace_back(rows * cols).get();
+      q[i].col = copies.emplace_back(rows * cols).get();
+      q[i].peaks = peaks.emplace_back(unwritten(kernels::tiles_of(q[i]))).get();
+    }
+    for (const bool with_sums : {false, true}) {
+      q[0].column_sums = with_sums ? sums.get() : nullptr;
+      kernels::quantize(q, 2, {}, nullptr, stream_);
+      for (int i = 0; i < 2; ++i) {
+        const TestMatrix& m = *matrices[i];
+        const int64_t rows = q[i].padded_rows, cols = q[i].padded_cols;
+        EXPECT_TRUE(same(copies[2 * i].read(), expected_copy(m, kFormats[i], steps[i], rows, cols, false), cols));
+        EXPECT_TRUE(same(copies[2 * i + 1].read(), expected_copy(m, kFormats[i], steps[i], cols, rows, true), rows));
+        EXPECT_EQ(combined(peaks[i].read()).amax, m.amax());
+        EXPECT_EQ(combined(peaks[i].read()).nonfinite, m.nonfinite());
+      }
+    }
+  }
+}
+
+TEST_F(QuantizeKernel, TwoAmaxesAtOnce) {
+  const TestMatrix x(DType::kFP32, 300, 280, all_strides()[0], Values(DType::kFP32, 4, true));
+  const TestMatrix w(DType::kBF16, 33, 257, all_strides()[2], Values(DType::kBF16, 5, false));
+  Buffer<float> known(std::vector<float>{0.0f, 2.0f});
+  Measure measures[2] = {{.x = x.view()}, {.x = w.view()}};
+  std::vector<Buffer<Peak>> peaks;
+  for (Measure& m : measures) m.peaks = peaks.emplace_back(unwritten(kernels::peaks_of(m))).get();
+  kernels::measure_amax(measures, 2, nullptr, stream_);
+  EXPECT_EQ(combined(peaks[0].read()).amax, x.amax());
+  EXPECT_EQ(combined(peaks[1].read()).amax, w.amax());
+  for (int i = 0; i < 2; ++i) measures[i].known = known.get() + i;  // of the second it is needless
+  kernels::measure_amax(measures, 2, nullptr, stream_);
+  EXPECT_EQ(combined(peaks[0].read()).amax, x.amax());
+  EXPECT_EQ(combined(peaks[1].read()).amax, 0.0f);
 }
 
 TEST_F(QuantizeKernel, AmaxOfALargeMatrix) {
@@ -152,22 +185,29 @@ struct Sums {
 
 class ColumnSums : public GpuTest {
  protected:
+  void finish(const Buffer<float>& partials, int64_t tiles, int64_t cols, void* sums, DType dtype) {
+    kernels::EndOfBackward end;
+    end.partial_sums = partials.get();
+    end.tiles = tiles;
+    end.cols = cols;
+    end.sums = sums;
+    end.sums_dtype = dtype;
+    kernels::end_backward(end, stream_);
+  }
   // `with_copies`: the sums must not depend on what else the pass does.
   Sums sums_of(const TestMatrix& x, bool with_copies) {
     const int64_t tiles = (x.rows() + Quantize::kSumRows - 1) / Quantize::kSumRows;
-    Buffer<TapedOperand> taped(std::vector<TapedOperand>{{1.0f, 0.0f, 0, 0}});
     Buffer<float> partials(tiles * x.cols()), total(x.cols());
     Buffer<uint8_t> row(round_up_16(x.rows()) * round_up_16(x.cols()));
     Quantize q;
     q.x = x.view();
     q.format = Fp8::kE5M2;
-    q.taped = taped.get();
     q.padded_rows = with_copies ? round_up_16(x.rows()) : 0;
     q.padded_cols = with_copies ? round_up_16(x.cols()) : 0;
     q.row = with_copies ? row.get() : nullptr;
     q.column_sums = partials.get();
-    kernels::quantize(q, stream_);
-    kernels::reduce_column_sums(partials.get(), tiles, x.cols(), total.get(), DType::kFP32, stream_);
+    quantized(q, 1.0f, stream_);
+    finish(partials, tiles, x.cols(), total.get(), DType::kFP32);
     return {partials.read(), total.read()};
   }
 };
@@ -220,22 +260,22 @@ TEST_F(ColumnSums, ShowNonFiniteElements) {
   EXPECT_EQ(sums.total[4], 200.0f);
 }
 
-// In float64, in order, and rounded once: 1 + 2^-24 is a tie for float32, and what comes after it decides.
+// In float64, and rounded once: 1 + 2^-24 is a tie for float32, and what comes after it decides.
 TEST_F(ColumnSums, AreRoundedOnce) {
   std::vector<float> values(40, 0.0f);
   values[0] = 1.0f, values[20] = 0x1p-24f, values[39] = 0x1p-50f;
   Buffer<float> partials(values);
   Buffer<float> out(1);
-  kernels::reduce_column_sums(partials.get(), 40, 1, out.get(), DType::kFP32, stream_);
+  finish(partials, 40, 1, out.get(), DType::kFP32);
   EXPECT_EQ(out.one(), 0x1.000002p0f);
   Buffer<uint16_t> half(1);
   values[20] = 0x1p-8f;  // the same for bf16, where float32 in between would lose the last addend
   partials.write(values);
-  kernels::reduce_column_sums(partials.get(), 40, 1, half.get(), DType::kBF16, stream_);
+  finish(partials, 40, 1, half.get(), DType::kBF16);
   EXPECT_EQ(half.one(), 0x3f81);
   values[20] = 0x1p-11f;
   partials.write(values);
-  kernels::reduce_column_sums(partials.get(), 40, 1, half.get(), DType::kFP16, stream_);
+  finish(partials, 40, 1, half.get(), DType::kFP16);
   EXPECT_EQ(half.one(), 0x3c01);
 }
 

@@ -9,21 +9,27 @@ namespace octavo::testing {
 namespace {
 
 TEST_F(State, AFreshTape) {
-  const Tape tape = tape_[0].one();
-  for (const TapedOperand& operand : tape.operand) {
-    EXPECT_EQ(operand.scale, 0.0f);
-    EXPECT_EQ(operand.amax, 0.0f);
-    EXPECT_EQ(operand.nonfinite, 0);
-  }
+  const TestMatrix x(DType::kBF16, 1, 1, all_strides()[0], [](int64_t, int64_t) { return 0; });
+  Buffer<Tape> begun(1);
+  Buffer<Peak> peaks(1);
+  Forward f = forward(kWindow, begun.get());
+  f.x_peaks = 11;
+  f.w_peaks = 13;
+  const Measure measure{.x = x.view(), .peaks = peaks.get()};
+  kernels::measure_amax(&measure, 1, &f, stream_);
+  const Tape tape = begun.one();
+  for (const Tape::Operand& operand : tape.operand) EXPECT_EQ(operand.scale, 0.0f);
   EXPECT_EQ(tape.slot, kIndex);
   EXPECT_EQ(tape.generation, kGeneration);
   EXPECT_EQ(tape.ring, kRing);
+  EXPECT_EQ(tape.operand[kX].peaks, 11);
+  EXPECT_EQ(tape.operand[kW].peaks, 13);
 }
 
 TEST_F(State, RecordKeepsTheLargest) {
   record(kWindow, 3.0f, 5.0f, 7.0f);
   record(kWindow, 2.0f, 6.0f, 0.0f);
-  record(kWindow, 3.0f, 5.0f, 100.0f, /*g_nonfinite=*/1);
+  record(kWindow, 3.0f, 5.0f, 100.0f, /*g_nonfinite=*/true);
   const Slot slot = read();
   EXPECT_EQ(slot.policy.id, kWindow.id);
   EXPECT_EQ(slot.policy.history_len, kWindow.history_len);
@@ -32,9 +38,30 @@ TEST_F(State, RecordKeepsTheLargest) {
   EXPECT_EQ(slot.operand[kX].pending, 3.0f);
   EXPECT_EQ(slot.operand[kW].pending, 6.0f);
   EXPECT_EQ(slot.operand[kG].pending, 7.0f);
+}
 
-  kernels::record(tape(), nullptr, kWindow, arena_, stream_);
+// More of them than the kernel has threads.
+TEST_F(State, RecordOfManyTiles) {
+  record(kWindow, {3.0f, 5.0f, 7.0f}, false, 3001);
+  EXPECT_EQ(read().operand[kX].pending, 3.0f);
+  EXPECT_EQ(read().operand[kW].pending, 5.0f);
   EXPECT_EQ(read().operand[kG].pending, 7.0f);
+  record(kWindow, {8.0f, 9.0f, 10.0f}, true, 3001);
+  EXPECT_EQ(read().operand[kX].pending, 8.0f);
+  EXPECT_EQ(read().operand[kW].pending, 9.0f);
+  EXPECT_EQ(read().operand[kG].pending, 7.0f);
+}
+
+TEST_F(State, TheHostIsToldOfAHistory) {
+  record(kWindow, 3.0f, 0.0f, 7.0f);
+  EXPECT_EQ(seeded(), (std::vector<int32_t>{0, 0, 0}));
+  advance();
+  EXPECT_EQ(seeded(), (std::vector<int32_t>{kVersion, 0, kVersion}));
+  Slot loaded = read();
+  loaded.version = kVersion + 1;
+  write(loaded);
+  advance();  // nothing is pending: told all the same
+  EXPECT_EQ(seeded(), (std::vector<int32_t>{kVersion + 1, 0, kVersion + 1}));
 }
 
 TEST_F(State, RecordLeavesASlotOfAnotherGenerationAlone) {
@@ -42,11 +69,6 @@ TEST_F(State, RecordLeavesASlotOfAnotherGenerationAlone) {
   record(kWindow, 3.0f, 5.0f, 7.0f);
   EXPECT_EQ(read().policy.id, 0);
   EXPECT_EQ(read().operand[kX].pending, 0.0f);
-}
-
-TEST_F(State, DynamicScalingRecordsNothing) {
-  record(policy_of(9, ScalingKind::kDynamic, 0), 3.0f, 5.0f, 7.0f);
-  EXPECT_EQ(read().policy.id, 0);
 }
 
 TEST_F(State, AnotherPolicyEmptiesTheRings) {

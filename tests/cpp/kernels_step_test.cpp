@@ -21,31 +21,36 @@ TEST_F(State, StepFromAmax) {
     }
   }
   const TestMatrix x(DType::kBF16, 1, 1, all_strides()[0], [](int64_t, int64_t) { return 0; });
+  Buffer<uint8_t> row(1);
+  Buffer<float> no_history(1);
+  // The amax is the largest of several, and an Inf beside it changes nothing.
+  std::vector<Peak> all;
+  for (const float amax : amaxes) all.insert(all.end(), {0, std::bit_cast<Peak>(amax) | kNonFinite, kNonFinite});
+  const Buffer<Peak> measured(all);
   Quantize q;
   q.x = x.view();
-  q.measure = false;
   q.padded_rows = q.padded_cols = 1;
-  Buffer<uint8_t> row(1);
   q.row = row.get();
-  q.rule.source = StepSource::kAmax;
+  q.source = StepSource::kHistory;
+  q.given = no_history.get();
+  q.measured_count = 3;
   for (const float multiplier : {1.0f, 2.0f, 1.4142135f, 0x1p-140f, 0x1p120f}) {
     for (const int32_t power_of_two : {0, 1}) {
       for (const Operand operand : {kX, kG}) {
-        std::vector<TapedOperand> all(amaxes.size());
-        for (size_t i = 0; i < all.size(); ++i) all[i] = {-1.0f, amaxes[i], 0, 0};
-        Buffer<TapedOperand> taped(all);
-        q.rule.policy = kWindow;
-        q.rule.policy.multiplier = multiplier;
-        q.rule.policy.power_of_two = power_of_two;
-        q.rule.operand = operand;
-        for (size_t i = 0; i < all.size(); ++i) {
-          q.taped = taped.get() + i;
-          kernels::quantize(q, stream_);
+        Buffer<float> used(amaxes.size());
+        ScalingPolicy policy = kWindow;
+        policy.multiplier = multiplier;
+        policy.power_of_two = power_of_two;
+        q.operand = operand;
+        for (size_t i = 0; i < amaxes.size(); ++i) {
+          q.used = used.get() + i;
+          q.measured = measured.get() + 3 * i;
+          kernels::quantize(&q, 1, policy, nullptr, stream_);
         }
-        const std::vector<TapedOperand> after = taped.read();
-        for (size_t i = 0; i < all.size(); ++i) {
+        const std::vector<float> after = used.read();
+        for (size_t i = 0; i < amaxes.size(); ++i) {
           const float expected = reference::step_from_amax(amaxes[i], kFp8Max[operand], multiplier, power_of_two != 0);
-          ASSERT_EQ(std::bit_cast<uint32_t>(after[i].scale), std::bit_cast<uint32_t>(expected))
+          ASSERT_EQ(std::bit_cast<uint32_t>(after[i]), std::bit_cast<uint32_t>(expected))
               << "amax " << amaxes[i] << ", multiplier " << multiplier << ", power of two " << power_of_two;
         }
       }
@@ -57,21 +62,25 @@ TEST_F(State, AForwardUsesTheSlotOrTheTensor) {
   const TestMatrix x(DType::kBF16, 40, 48, all_strides()[0], Values(DType::kBF16, 9, false, 1u << 30));
   const float own = reference::step_from_amax(x.amax(), 448.0f, 1.0f, false);
 
-  EXPECT_EQ(quantized(x, kWindow, kX).scale, own) << "empty ring";
+  EXPECT_EQ(quantized(x, kWindow, kX), own) << "empty ring";
   EXPECT_EQ(measured_amax_, x.amax());
 
   record(kWindow, 3.0f, 5.0f, 7.0f);
-  EXPECT_EQ(quantized(x, kWindow, kX).scale, own) << "recorded, not advanced";
+  EXPECT_EQ(quantized(x, kWindow, kX), own) << "recorded, not advanced";
   advance();
-  EXPECT_EQ(quantized(x, kWindow, kX).scale, 3.0f / 448.0f);
+  EXPECT_EQ(quantized(x, kWindow, kX), 3.0f / 448.0f);
   EXPECT_EQ(measured_amax_, 0.0f) << "the amax pass was needless and should have returned";
-  EXPECT_EQ(quantized(x, kWindow, kW).scale, 5.0f / 448.0f);
-  EXPECT_EQ(quantized(x, kWindow, kG).scale, 7.0f / 57344.0f);
+  EXPECT_EQ(quantized(x, kWindow, kW), 5.0f / 448.0f);
+  EXPECT_EQ(quantized(x, kWindow, kG), 7.0f / 57344.0f);
 
-  EXPECT_EQ(quantized(x, policy_of(8, ScalingKind::kWindowMax, 4), kX).scale, own) << "another policy";
+  EXPECT_EQ(quantized(x, policy_of(8, ScalingKind::kWindowMax, 4), kX), own) << "another policy";
 
-  EXPECT_EQ(quantized(x, kWindow, kX, kIndex, kGeneration + 1).scale, own) << "another generation";
-  EXPECT_EQ(quantized(x, kWindow, kX, -1, 0).scale, own) << "stateless";
+  EXPECT_EQ(quantized(x, kWindow, kX, kIndex, kGeneration + 1), own) << "another generation";
+  EXPECT_EQ(quantized(x, kWindow, kX, -1, 0), own) << "stateless";
+
+  EXPECT_EQ(quantized_from_slot(x, kWindow, kX), 3.0f / 448.0f);
+  EXPECT_EQ(quantized_from_slot(x, kWindow, kW), 5.0f / 448.0f);
+  EXPECT_TRUE(std::isnan(quantized_from_slot(x, kWindow, kX, kGeneration + 1))) << "no step, no number";
 }
 
 }  // namespace

@@ -233,3 +233,12 @@ def test_emulated_product_on_a_gpu(cuda: torch.device) -> None:
                 assert_product(y, want, "accurate", f"{m}x{n}x{k} {pair}")
     finally:
         octavo.emulate(before)
+
+
+def test_scales_that_lie_anywhere(device: torch.device) -> None:
+    """Steps that are slices of one tensor, at every offset: cuBLASLt alone would want them 16-byte aligned."""
+    a, b = operand(32, 48, "e4m3", device), operand(16, 48, "e4m3", device)
+    steps = torch.tensor([0.25, 0.5, 2.0, 0.125, 4.0], device=device)
+    for i, j in itertools.permutations(range(5), 2):
+        y = octavo.mm_fp8(a, b, steps[i], steps[j])
+        assert_bits(y, octavo.mm_fp8(a, b, steps[i].item(), steps[j].item()))
