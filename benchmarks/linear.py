@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -24,15 +23,8 @@ from timing import Timing, copy_rate, environment, profile_kernels, time_interle
 from torch import Tensor
 
 import octavo
+from octavo.tune import SHAPES, Shape, parse_shapes
 
-Shape = tuple[int, int, int]  # M tokens, N outputs, K inputs
-
-SHAPES: dict[str, tuple[Shape, ...]] = {
-    "large": ((8192, 14336, 4096), (8192, 4096, 14336), (8192, 6144, 4096), (8192, 8192, 8192), (4096, 4096, 4096)),
-    "m067": ((4096, 32000, 1536), (4096, 4096, 1536), (4096, 1536, 4096), (4096, 1536, 1536), (4096, 256, 1536)),
-    "odd": ((16, 4096, 4096), (1000, 1000, 1000)),
-    "te": ((15872, 12288, 4096), (15872, 4096, 4096), (15872, 16384, 4096), (15872, 4096, 16384)),
-}
 # Relative Frobenius error of y, dx and dw against bf16 that FP8 may have; E4M3 and E5M2 give about 4% and 6%.
 TOLERANCE = 0.10
 
@@ -175,21 +167,6 @@ def print_results(results: list[Result]) -> None:
             f" {result.timing.host_us:7.0f}   {errors}  {result.ran}{late}",
             flush=True,
         )
-
-
-def parse_shapes(words: list[str]) -> list[Shape]:
-    shapes: list[Shape] = []
-    for word in words:
-        if word == "all":
-            shapes += [shape for group in SHAPES.values() for shape in group]
-        elif word in SHAPES:
-            shapes += SHAPES[word]
-        elif re.fullmatch(r"[1-9]\d*(x[1-9]\d*){2}", word):
-            m, n, k = map(int, word.split("x"))
-            shapes.append((m, n, k))
-        else:
-            raise ValueError(f"--shapes takes all, {', '.join(SHAPES)} or MxNxK as in 4096x4096x1536, not {word!r}")
-    return list(dict.fromkeys(shapes))
 
 
 def parse_arguments() -> argparse.Namespace:

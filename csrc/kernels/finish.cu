@@ -19,10 +19,12 @@ constexpr int64_t kBlocks = 4096;  // enough to fill any device; the rest is a l
 // ---------------------------------------------------------------------------------------------------------------------
 // CUDA kernels
 
+// `added`: what d held, or null.
 template <typename T, typename Bias>
-__device__ inline T finished(float x, float scale_a, float scale_b, const Bias* bias, int64_t col) {
+__device__ inline T finished(float x, float scale_a, float scale_b, const Bias* bias, int64_t col, const T* added) {
   x = __fmul_rn(__fmul_rn(x, scale_a), scale_b);
   if (bias != nullptr) x = __fadd_rn(x, Element<Bias>::to_float(bias[col]));
+  if (added != nullptr) x = __fadd_rn(x, Element<T>::to_float(*added));
   return Rounded<T>::from(x);
 }
 
@@ -41,7 +43,7 @@ __global__ void __launch_bounds__(kThreads) finish_kernel(const Finish f) {
     T* out = static_cast<T*>(f.d) + row * f.n + col;
 #pragma unroll
     for (int j = 0; j < kPerThread; ++j) {
-      if (col + j < f.n) out[j] = finished<T>(in[j], scale_a, scale_b, bias, col + j);
+      if (col + j < f.n) out[j] = finished<T>(in[j], scale_a, scale_b, bias, col + j, f.accumulate ? out + j : nullptr);
     }
   }
 }

@@ -10,8 +10,9 @@
 
 namespace octavo::kernels {
 
-// d[m, n] = accumulators[m, ld] * *scale_a * *scale_b + bias[n]: float32 operations, one rounding each, then one to d's
-// dtype. Scales and bias may be null. ld is a multiple of 4 and `accumulators` 16-byte aligned; d may be them.
+// d[m, n] = accumulators[m, ld] * *scale_a * *scale_b + bias[n] (+ d[m, n], if `accumulate`): float32 operations, one
+// rounding each, then one to d's dtype. Scales and bias may be null. ld is a multiple of 4 and `accumulators` 16-byte
+// aligned; d may be them, unless it is added to.
 struct Finish {
   int64_t m = 0;
   int64_t n = 0;
@@ -23,6 +24,7 @@ struct Finish {
   DType bias_dtype = DType::kBF16;
   void* d = nullptr;
   DType d_dtype = DType::kBF16;
+  bool accumulate = false;
 };
 void finish(const Finish& f, cudaStream_t stream);
 

@@ -2,14 +2,16 @@
 // FP8 products. Three ways, by what cuBLASLt offers:
 //   straight into d, with the bias in cuBLASLt's epilogue;
 //   through float32 accumulators, which `finish` crops, completes and rounds: ragged n, or a bias that the epilogue
-//   does not take. Where d is float32 and has the right shape, they lie in d itself;
+//   does not take. Where d is float32, has the right shape and is not added to, they lie in d itself;
 //   emulated: the bytes decoded to bf16, multiplied there, then finished as above.
+// What d is to be added to is cuBLASLt's beta = 1 in the first, and an addition in `finish` in the others.
 #include <cstdint>
 
 #include "finish.h"
 #include "kernels.h"
 #include "lt.h"
 #include "matrix.h"
+#include "tune.h"
 
 namespace octavo::kernels {
 namespace {
@@ -54,7 +56,7 @@ Way way_for(const Gemm& g) {
   way.bias_in_epilogue = g.bias != nullptr && !way.emulated && epilogue_takes_bias(g);
   way.finished = way.emulated || (g.bias != nullptr && !way.bias_in_epilogue);
   const bool is_aligned = g.n * element_size(g.d_dtype) % 16 == 0 && bits(g.d) % 16 == 0;
-  way.into_d = is_aligned && (!way.finished || g.d_dtype == DType::kFP32);
+  way.into_d = is_aligned && (!way.finished || (g.d_dtype == DType::kFP32 && !g.accumulate));
   if (!way.into_d) {
     way.finished = true;
     way.bias_in_epilogue = false;
@@ -68,11 +70,28 @@ Way way_for(const Gemm& g) {
   return way;
 }
 
-void multiply(const Gemm& g, const Way& way, const void* a, const void* b, void* d, cudaStream_t stream) {
+// The product as cuBLASLt is to run it, its operands decoded where that has to be.
+struct Prepared {
+  Product product;
+  ProductOperands operands;
+};
+
+Prepared prepare(const Gemm& g, const Way& way, void* scratch, cudaStream_t stream) {
+  auto* const bytes = static_cast<uint8_t*>(scratch);
+  const void *a = g.a, *b = g.b;
+  if (way.emulated) {
+    auto* const decoded_a = reinterpret_cast<uint16_t*>(bytes);
+    auto* const decoded_b = reinterpret_cast<uint16_t*>(bytes + way.decoded_a);
+    decode(g.a, g.format_a, g.m * g.k, decoded_a, stream);
+    decode(g.b, g.format_b, way.columns * g.k, decoded_b, stream);
+    a = decoded_a, b = decoded_b;
+  }
+  void* const d = way.into_d ? g.d : bytes + way.decoded_a + way.decoded_b;
   const uintptr_t all = bits(a) | bits(b) | bits(d);
   Product product = {.m = g.m, .n = way.columns, .k = g.k, .ld = way.columns};
   product.d_type = way.finished ? CUDA_R_32F : cuda_type(g.d_dtype);
-  product.alignment = all % 256 == 0 ? 256 : 16;
+  product.alignment = all % kTunedAlignment == 0 ? kTunedAlignment : 16;
+  product.accumulate = way.into_d && g.accumulate;
   if (!way.emulated) {
     product.a_type = cuda_type(g.format_a);
     product.b_type = cuda_type(g.format_b);
@@ -80,7 +99,7 @@ void multiply(const Gemm& g, const Way& way, const void* a, const void* b, void*
     product.fast_accumulation = g.fast_accumulation;
   }
   if (way.bias_in_epilogue) product.bias_type = cuda_type(g.bias_dtype);
-  multiply(product, {.a = a, .b = b, .scale_a = g.scale_a, .scale_b = g.scale_b, .bias = g.bias, .d = d}, stream);
+  return {product, {.a = a, .b = b, .scale_a = g.scale_a, .scale_b = g.scale_b, .bias = g.bias, .d = d}};
 }
 
 }  // namespace
@@ -92,29 +111,26 @@ int64_t gemm_scratch_bytes(const Gemm& g) {
 
 void gemm(const Gemm& g, void* scratch, cudaStream_t stream) {
   const Way way = way_for(g);
-  auto* const bytes = static_cast<uint8_t*>(scratch);
-  const void *a = g.a, *b = g.b;
-  if (way.emulated) {
-    auto* const decoded_a = reinterpret_cast<uint16_t*>(bytes);
-    auto* const decoded_b = reinterpret_cast<uint16_t*>(bytes + way.decoded_a);
-    decode(g.a, g.format_a, g.m * g.k, decoded_a, stream);
-    decode(g.b, g.format_b, way.columns * g.k, decoded_b, stream);
-    a = decoded_a, b = decoded_b;
-  }
-  void* const d = way.into_d ? g.d : bytes + way.decoded_a + way.decoded_b;
-  multiply(g, way, a, b, d, stream);
+  const Prepared prepared = prepare(g, way, scratch, stream);
+  multiply(prepared.product, prepared.operands, stream);
   if (!way.finished) return;
   finish({.m = g.m,
           .n = g.n,
           .ld = way.columns,
-          .accumulators = static_cast<const float*>(d),
+          .accumulators = static_cast<const float*>(prepared.operands.d),
           .scale_a = way.emulated ? g.scale_a : nullptr,
           .scale_b = way.emulated ? g.scale_b : nullptr,
           .bias = g.bias,
           .bias_dtype = g.bias_dtype,
           .d = g.d,
-          .d_dtype = g.d_dtype},
+          .d_dtype = g.d_dtype,
+          .accumulate = g.accumulate},
          stream);
+}
+
+Tuning tune(const Gemm& g, void* scratch, const TuneOptions& options, cudaStream_t stream) {
+  const Prepared prepared = prepare(g, way_for(g), scratch, stream);
+  return tune(prepared.product, prepared.operands, options, stream);
 }
 
 Fp8Support fp8_support(int major, int minor) {

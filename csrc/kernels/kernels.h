@@ -120,7 +120,8 @@ void gather_rings(const ArenaView& arena, const ScalingPolicy& policy, const int
 void apply_steps(const ArenaView& arena, const ScalingPolicy& policy, const int32_t* slots, int64_t count,
                  const int32_t* due, const float* steps, int32_t* rejected, cudaStream_t stream);
 
-// d[m, n] = (sum over k of a[m, k] * b[n, k]) * *scale_a * *scale_b + bias[n], one rounding to d's dtype.
+// d[m, n] = (sum over k of a[m, k] * b[n, k]) * *scale_a * *scale_b + bias[n], one rounding to d's dtype. accumulate:
+// what d holds is added, in float32, before that rounding.
 // a [>= m, k] and b [>= n, k] are quantised copies, row-major without gaps, k a multiple of 16, both 16-byte aligned
 // and with their rows padded to 16. d is row-major [m, n] without gaps. emulate: on 16-bit tensor cores, from the same
 // bytes (always so for E5M2 x E5M2, and for devices without FP8 products).
@@ -139,6 +140,7 @@ struct Gemm {
   void* d = nullptr;
   DType d_dtype = DType::kBF16;
   bool fast_accumulation = false;
+  bool accumulate = false;
   bool emulate = false;
 };
 

@@ -3,36 +3,32 @@
 
 #include <cublasLt.h>
 
-#include <algorithm>
 #include <map>
 #include <mutex>
 #include <stdexcept>
 #include <string>
 #include <unordered_map>
-#include <utility>
 
+#include "algorithm.h"
 #include "check.h"
+#include "lt_problem.h"
+#include "tables.h"
 
 namespace octavo::kernels {
 namespace {
 
-constexpr size_t kWorkspaceBytes = size_t{32} << 20;
-
-// Plain values, so that nothing needs destroying and a copy costs nothing.
 struct Plan {
-  cublasLtMatmulDescOpaque_t product;
-  cublasLtMatrixLayoutOpaque_t a;
-  cublasLtMatrixLayoutOpaque_t b;
-  cublasLtMatrixLayoutOpaque_t d;
+  Problem problem;
   cublasLtMatmulAlgo_t algorithm;
 };
 
 struct ProductHash {
   size_t operator()(const Product& p) const {
     size_t hash = 0;
+    const int64_t flags =
+        int64_t{p.scaled} + 2 * int64_t{p.fast_accumulation} + 4 * int64_t{p.accumulate} + 8 * int64_t{p.alignment};
     for (const int64_t value : {p.m, p.n, p.k, p.ld, int64_t{p.a_type}, int64_t{p.b_type}, int64_t{p.d_type},
-                                p.bias_type ? int64_t{*p.bias_type} : int64_t{-1},
-                                int64_t{p.scaled} + 2 * int64_t{p.fast_accumulation} + 4 * int64_t{p.alignment}}) {
+                                p.bias_type ? int64_t{*p.bias_type} : int64_t{-1}, flags}) {
       hash = (hash ^ static_cast<size_t>(value)) * 0x9e3779b97f4a7c15u;
       hash ^= hash >> 32;
     }
@@ -42,8 +38,9 @@ struct ProductHash {
 
 struct Device {
   cublasLtHandle_t handle = nullptr;
+  std::string name;
   ComputeCapability capability;
-  std::unordered_map<Product, Plan, ProductHash> plans;  // its elements never move, and none is ever removed
+  std::unordered_map<Product, Plan, ProductHash> plans;
   std::unordered_map<cudaStream_t, void*> workspaces;
 };
 
@@ -64,17 +61,22 @@ std::mutex& devices_mutex() {
   return mutex;
 }
 
+std::map<int, Device>& devices_locked() {
+  static std::map<int, Device>& devices = *new std::map<int, Device>;
+  return devices;
+}
+
 // The current device. Call with the mutex held.
 Device& device_locked() {
-  static std::map<int, Device>& devices = *new std::map<int, Device>;
   int number = 0;
   OCTAVO_CHECK(cudaGetDevice(&number));
-  Device& device = devices[number];
+  Device& device = devices_locked()[number];
   if (device.handle == nullptr) {
     const RelaxedCapture relaxed;
-    ComputeCapability& capability = device.capability;
-    OCTAVO_CHECK(cudaDeviceGetAttribute(&capability.major, cudaDevAttrComputeCapabilityMajor, number));
-    OCTAVO_CHECK(cudaDeviceGetAttribute(&capability.minor, cudaDevAttrComputeCapabilityMinor, number));
+    cudaDeviceProp properties;
+    OCTAVO_CHECK(cudaGetDeviceProperties(&properties, number));
+    device.name = properties.name;
+    device.capability = {properties.major, properties.minor};
     OCTAVO_CHECK(cublasLtCreate(&device.handle));
   }
   return device;
@@ -89,95 +91,24 @@ void* workspace_locked(Device& device, cudaStream_t stream) {
   return workspace;
 }
 
-template <typename Value>
-void set(cublasLtMatmulDescOpaque_t& product, cublasLtMatmulDescAttributes_t attribute, const Value& value) {
-  OCTAVO_CHECK(cublasLtMatmulDescSetAttribute(&product, attribute, &value, sizeof value));
-}
-
-template <typename Value>
-void set(cublasLtMatmulPreferenceOpaque_t& preference, cublasLtMatmulPreferenceAttributes_t attribute,
-         const Value& value) {
-  OCTAVO_CHECK(cublasLtMatmulPreferenceSetAttribute(&preference, attribute, &value, sizeof value));
-}
-
-// cuBLASLt's matrices are column-major: our d[m, n] is its D[n, m], our b its A (transposed), our a its B.
-void set_pointers(cublasLtMatmulDescOpaque_t& product, const Product& p, const ProductOperands& operands) {
-  if (p.scaled) {
-    set(product, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, operands.scale_b);
-    set(product, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, operands.scale_a);
+cublasLtMatmulAlgo_t algorithm_for(const Device& device, const Product& p, const Problem& problem) {
+  if (const auto entry = find_entry(device.name, cublasLtGetVersion(), p)) {
+    const Rebuilt rebuilt = rebuild(device.handle, p, problem, entry->algorithm);
+    if (rebuilt.refused.empty()) return rebuilt.algorithm;
+    note_refused(*entry, rebuilt.refused);
   }
-  if (p.bias_type) set(product, CUBLASLT_MATMUL_DESC_BIAS_POINTER, operands.bias);
-}
-
-cublasLtMatmulPreferenceOpaque_t preference_for(const Product& p) {
-  cublasLtMatmulPreferenceOpaque_t preference;
-  OCTAVO_CHECK(cublasLtMatmulPreferenceInit(&preference));
-  set(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, kWorkspaceBytes);
-  // Sums split over k are put together in float32: the other schemes round in between.
-  set(preference, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, uint32_t{CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE});
-  for (const auto matrix : {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
-                            CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES}) {
-    set(preference, matrix, p.alignment);
-  }
-  return preference;
-}
-
-std::string in_words(const Product& p) {
-  const auto type = [](cudaDataType_t t) -> std::string {
-    switch (t) {
-      case CUDA_R_8F_E4M3:
-        return "E4M3";
-      case CUDA_R_8F_E5M2:
-        return "E5M2";
-      case CUDA_R_16BF:
-        return "bf16";
-      case CUDA_R_16F:
-        return "fp16";
-      default:
-        return "fp32";
-    }
-  };
-  return type(p.a_type) + " [" + std::to_string(p.m) + ", " + std::to_string(p.k) + "] x " + type(p.b_type) + " [" +
-         std::to_string(p.n) + ", " + std::to_string(p.k) + "]^T -> " + type(p.d_type) + " with rows of " +
-         std::to_string(p.ld) + (p.bias_type ? ", " + type(*p.bias_type) + " bias" : "") +
-         (p.fast_accumulation ? ", fast accumulation" : "") + ", aligned to " + std::to_string(p.alignment) + " bytes";
-}
-
-Plan make_plan(cublasLtHandle_t handle, const Product& p, const ProductOperands& operands) {
-  Plan plan;
-  OCTAVO_CHECK(cublasLtMatmulDescInit(&plan.product, CUBLAS_COMPUTE_32F, CUDA_R_32F));
-  set(plan.product, CUBLASLT_MATMUL_DESC_TRANSA, CUBLAS_OP_T);
-  set(plan.product, CUBLASLT_MATMUL_DESC_TRANSB, CUBLAS_OP_N);
-  set(plan.product, CUBLASLT_MATMUL_DESC_FAST_ACCUM, static_cast<int8_t>(p.fast_accumulation));
-  if (p.bias_type) {
-    set(plan.product, CUBLASLT_MATMUL_DESC_EPILOGUE, CUBLASLT_EPILOGUE_BIAS);
-    set(plan.product, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, *p.bias_type);
-  }
-  set_pointers(plan.product, p, operands);
-  const auto unsigned_m = static_cast<uint64_t>(p.m), unsigned_n = static_cast<uint64_t>(p.n),
-             unsigned_k = static_cast<uint64_t>(p.k);
-  OCTAVO_CHECK(cublasLtMatrixLayoutInit(&plan.a, p.b_type, unsigned_k, unsigned_n, p.k));
-  OCTAVO_CHECK(cublasLtMatrixLayoutInit(&plan.b, p.a_type, unsigned_k, unsigned_m, p.k));
-  OCTAVO_CHECK(cublasLtMatrixLayoutInit(&plan.d, p.d_type, unsigned_n, unsigned_m, p.ld));
-
-  cublasLtMatmulPreferenceOpaque_t preference = preference_for(p);
-  cublasLtMatmulHeuristicResult_t found;
-  int count = 0;
-  const cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(handle, &plan.product, &plan.a, &plan.b, &plan.d,
-                                                               &plan.d, &preference, 1, &found, &count);
-  if (status == CUBLAS_STATUS_NOT_SUPPORTED || (status == CUBLAS_STATUS_SUCCESS && count == 0)) {
-    throw std::runtime_error("octavo: cuBLASLt has no algorithm for " + in_words(p));
-  }
-  OCTAVO_CHECK(status);
-  plan.algorithm = found.algo;
-  return plan;
+  const auto found = ask_heuristic(device.handle, problem, p, 1);
+  if (found.empty()) throw std::runtime_error("octavo: cuBLASLt has no algorithm for " + in_words(p));
+  return found.front().algo;
 }
 
 const Plan& plan_locked(Device& device, const Product& p, const ProductOperands& operands) {
   const auto found = device.plans.find(p);
   if (found != device.plans.end()) return found->second;
   const RelaxedCapture relaxed;
-  return device.plans.emplace(p, make_plan(device.handle, p, operands)).first->second;
+  Plan plan{.problem = problem_of(p, operands), .algorithm = {}};
+  plan.algorithm = algorithm_for(device, p, plan.problem);
+  return device.plans.emplace(p, plan).first->second;
 }
 
 }  // namespace
@@ -190,16 +121,25 @@ void multiply(const Product& product, const ProductOperands& operands, cudaStrea
   const cublasLtHandle_t handle = device.handle;
   lock.unlock();
 
-  set_pointers(plan.product, product, operands);
-  const float one = 1.0f, zero = 0.0f;
+  set_pointers(plan.problem, product, operands);
   const RelaxedCapture relaxed;  // the first call of a plan loads its kernel
-  OCTAVO_CHECK(cublasLtMatmul(handle, &plan.product, &one, operands.b, &plan.a, operands.a, &plan.b, &zero, operands.d,
-                              &plan.d, operands.d, &plan.d, &plan.algorithm, workspace, kWorkspaceBytes, stream));
+  OCTAVO_CHECK(run(handle, plan.problem, product, operands, plan.algorithm, workspace, stream));
+}
+
+void drop_plans() {
+  const std::lock_guard lock(devices_mutex());
+  for (auto& [number, device] : devices_locked()) device.plans.clear();
 }
 
 ComputeCapability compute_capability() {
   const std::lock_guard lock(devices_mutex());
   return device_locked().capability;
+}
+
+LtDevice lt_device(cudaStream_t stream) {
+  const std::lock_guard lock(devices_mutex());
+  Device& device = device_locked();
+  return {device.handle, device.name, workspace_locked(device, stream)};
 }
 
 }  // namespace octavo::kernels

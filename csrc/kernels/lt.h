@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// cuBLASLt, reduced to the one kind of product that is needed, with its plans and workspaces kept.
+// cuBLASLt, reduced to the one kind of product that is needed, with its plans and workspaces kept. An algorithm comes
+// from the tables in force (tables.h) where they have the product, else from cuBLASLt's heuristic: nothing is timed.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -10,8 +11,11 @@
 
 namespace octavo::kernels {
 
+// What an allocation of its own has. Tables are for matrices aligned so; others take the heuristic's choice.
+constexpr uint32_t kTunedAlignment = 256;
+
 // Row-major d[m, n] = a[m, k] * b[n, k]^T, both operands without gaps, d with rows of `ld` elements. A value: equal
-// problems on one device run the same algorithm.
+// problems on one device run the same algorithm, as long as no table is loaded.
 struct Product {
   int64_t m = 0;
   int64_t n = 0;
@@ -23,6 +27,7 @@ struct Product {
   std::optional<cudaDataType_t> bias_type = std::nullopt;
   bool scaled = false;  // FP8 operands, each with its scale on the device
   bool fast_accumulation = false;
+  bool accumulate = false;  // the product is added to d
   uint32_t alignment = 16;  // bytes, of all three matrices
 
   bool operator==(const Product&) const = default;
@@ -39,6 +44,9 @@ struct ProductOperands {
 
 // On the current device. Throws where cuBLASLt knows no algorithm for it.
 void multiply(const Product& product, const ProductOperands& operands, cudaStream_t stream);
+
+// For all devices: the next product of each kind looks for its algorithm anew.
+void drop_plans();
 
 struct ComputeCapability {
   int major = 0;

@@ -64,6 +64,13 @@ inline void check_mm(const char* op, const at::Tensor& a, const at::Tensor& b, c
               out_dtype);
 }
 
+// What a product is added to.
+inline void check_sum(const at::Tensor& d) {
+  check_high("_mm_into", "d", d);
+  TORCH_CHECK(d.dim() == 2 && d.is_contiguous(), "_mm_into: d must be a contiguous matrix, not of shape ", d.sizes(),
+              " and strides ", d.strides());
+}
+
 // A step as one int32 word of a tape, on the operands' device.
 inline at::Tensor step_words(const at::Tensor& scale, c10::Device device) {
   // From the host as an argument of a kernel: a copy would wait for the device, and could not be captured.

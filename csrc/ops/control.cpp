@@ -2,6 +2,7 @@
 // What a program in another language needs beside the kernels: regions, steps, state, the report. Private to the
 // package: names and arguments may change with any version.
 #include <ATen/Functions.h>
+#include <octavo/gemm_table.h>
 #include <torch/custom_class.h>
 #include <torch/library.h>
 
@@ -11,6 +12,7 @@
 #include "../report.h"
 #include "../step.h"
 #include "device.h"
+#include "gemm_tables.h"
 #include "primitives.h"
 
 namespace octavo {
@@ -84,6 +86,20 @@ std::tuple<std::vector<int64_t>, std::vector<std::string>> report() {
   return {numbers, reasons};
 }
 
+// Of each table what it is, and all the refused entries, as many of them of each as `entries_and_refused` says.
+std::tuple<std::vector<std::string>, std::vector<std::string>, std::vector<int64_t>, std::vector<std::string>>
+gemm_tables() {
+  std::vector<std::string> names, hashes, refused;
+  std::vector<int64_t> counts;
+  for (const auto& table : ops::gemm_tables()) {
+    names.push_back(table.name);
+    hashes.push_back(table.hash);
+    counts.insert(counts.end(), {table.entries, static_cast<int64_t>(table.refused.size())});
+    refused.insert(refused.end(), table.refused.begin(), table.refused.end());
+  }
+  return {names, hashes, counts, refused};
+}
+
 std::tuple<int64_t, int64_t> arena_use() {
   int64_t slots = 0, bytes = 0;
   for (auto* arena : Arena::all()) {
@@ -140,8 +156,11 @@ TORCH_LIBRARY_FRAGMENT(octavo, m) {
   m.def("_is_policy(str policy) -> bool", &is_policy_key);
   m.def("_report() -> (int[] m_n_k_calls, str[] reasons)", &report);
   m.def("_clear_report() -> ()", &clear_report);
-  m.def("_fp8_support(Device device) -> str", &ops::fp8_support);
+  m.def("_fp8_support(Device device) -> str",
+        [](c10::Device device) -> std::string { return ops::describe(ops::fp8_support(device)); });
   m.def("_set_emulated(bool on) -> ()", &ops::set_emulated);
   m.def("_is_emulated() -> bool", &ops::is_emulated);
+  m.def("_load_gemm_table(str path) -> ()", [](const std::string& path) { load_gemm_table(path); });
+  m.def("_gemm_tables() -> (str[] names, str[] hashes, int[] entries_and_refused, str[] refused)", &gemm_tables);
   m.def("_arena_use() -> (int slots, int bytes)", &arena_use);
 }

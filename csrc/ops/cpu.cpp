@@ -192,14 +192,14 @@ float scale_at(const Tensor& words, int64_t word) {
   return scale;
 }
 
-// The exact sum of products, rounded to float32, times either scale, plus the bias, rounded to the output's type.
-Tensor mm(const Tensor& a, const Tensor& b, const Tensor& scale_a, int64_t word_a, const Tensor& scale_b,
-          int64_t word_b, const std::optional<Tensor>& bias, int64_t m, int64_t n, at::ScalarType out_dtype, bool) {
-  const IeeeFloats ieee;
+// The exact sum of products, rounded to float32, times either scale, plus the bias, plus `d` if it is defined.
+Tensor mm_in_float32(const Tensor& a, const Tensor& b, float sa, float sb, const std::optional<Tensor>& bias, int64_t m,
+                     int64_t n, const Tensor& d) {
   const auto exact = at::matmul(decoded(a.narrow(0, 0, m)), decoded(b.narrow(0, 0, n)).t());
-  const float sa = scale_at(scale_a, word_a), sb = scale_at(scale_b, word_b);
   const auto added = bias ? bias->to(at::kFloat).contiguous() : empty_float();
   const float* bias_data = bias ? added.const_data_ptr<float>() : nullptr;
+  const auto before = d.defined() ? d.to(at::kFloat) : empty_float();
+  const float* d_data = d.defined() ? before.const_data_ptr<float>() : nullptr;
   auto out = at::empty({m, n}, at::kFloat);
   const double* sums = exact.const_data_ptr<double>();
   float* y = out.mutable_data_ptr<float>();
@@ -209,10 +209,25 @@ Tensor mm(const Tensor& a, const Tensor& b, const Tensor& scale_a, int64_t word_
         float value = static_cast<float>(sums[r * n + c]) * sa;
         value = value * sb;
         if (bias_data) value = value + bias_data[c];
+        if (d_data) value = value + d_data[r * n + c];
         y[r * n + c] = value;
       }
   });
-  return out.to(out_dtype);
+  return out;
+}
+
+Tensor mm(const Tensor& a, const Tensor& b, const Tensor& scale_a, int64_t word_a, const Tensor& scale_b,
+          int64_t word_b, const std::optional<Tensor>& bias, int64_t m, int64_t n, at::ScalarType out_dtype, bool) {
+  const IeeeFloats ieee;
+  return mm_in_float32(a, b, scale_at(scale_a, word_a), scale_at(scale_b, word_b), bias, m, n, {}).to(out_dtype);
+}
+
+void mm_into(const Tensor& d, const Tensor& a, const Tensor& b, const Tensor& scale_a, int64_t word_a,
+             const Tensor& scale_b, int64_t word_b, bool) {
+  check_sum(d);
+  const IeeeFloats ieee;
+  const float sa = scale_at(scale_a, word_a), sb = scale_at(scale_b, word_b);
+  d.copy_(mm_in_float32(a, b, sa, sb, {}, d.size(0), d.size(1), d));
 }
 
 }  // namespace octavo::ops::cpu
@@ -224,4 +239,5 @@ TORCH_LIBRARY_IMPL(octavo, CPU, m) {
   m.impl("_quantize_backward", &cpu::quantize_backward);
   m.impl("_quantize_padded", &cpu::quantize_padded);
   m.impl("_mm", &cpu::mm);
+  m.impl("_mm_into", &cpu::mm_into);
 }

@@ -1,49 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
-// The ops on a GPU: check, prepare, dispatch to csrc/kernels. Nothing here computes.
+// The ops on a GPU but for the products (cuda_gemm.cpp): check, prepare, dispatch to csrc/kernels. Nothing here
+// computes.
 #include <ATen/Functions.h>
-#include <ATen/cuda/CUDAContext.h>
-#include <ATen/cuda/EmptyTensor.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/library.h>
 
 #include "../arena.h"
-#include "../kernels/kernels.h"
 #include "../policy.h"
 #include "checks.h"
+#include "cuda_tensors.h"
 #include "device.h"
 #include "primitives.h"
 
 namespace octavo::ops::cuda {
 
 using at::Tensor;
-
-// Not at::empty: under torch.use_deterministic_algorithms that fills every new tensor, a kernel each.
-Tensor empty(at::IntArrayRef sizes, at::ScalarType dtype, c10::Device device) {
-  return at::detail::empty_cuda(sizes, dtype, device, std::nullopt);
-}
-
-cudaStream_t stream_of(const Tensor& t) { return at::cuda::getCurrentCUDAStream(t.device().index()).stream(); }
-
-kernels::DType dtype_of(at::ScalarType type) {
-  if (type == at::kBFloat16) return kernels::DType::kBF16;
-  if (type == at::kHalf) return kernels::DType::kFP16;
-  TORCH_INTERNAL_ASSERT(type == at::kFloat);
-  return kernels::DType::kFP32;
-}
-kernels::Fp8 fp8_of(at::ScalarType type) {
-  return type == at::kFloat8_e5m2 ? kernels::Fp8::kE5M2 : kernels::Fp8::kE4M3;
-}
-
-kernels::Matrix matrix_of(const Tensor& x) {
-  return {x.const_data_ptr(), dtype_of(x.scalar_type()), x.size(0), x.size(1), x.stride(0), x.stride(1)};
-}
-
-float* float_at(const Tensor& words, int64_t position) {
-  return reinterpret_cast<float*>(static_cast<int32_t*>(words.mutable_data_ptr()) + position);
-}
-Peak* peaks_at(const Tensor& words, int64_t position) {
-  return reinterpret_cast<Peak*>(static_cast<int32_t*>(words.mutable_data_ptr()) + position);
-}
 
 // A quantisation, with room for its copies.
 struct Job {
@@ -217,56 +188,6 @@ std::tuple<Tensor, Tensor> quantize(const Tensor& x, const Tensor& scale, at::Sc
   return {q, amax};
 }
 
-// Native, or emulated: because the device, the formats or the switch say so.
-bool must_emulate(const Tensor& a, const Tensor& b) {
-  const auto support = fp8_support(a.device());
-  const bool both_e5m2 = a.scalar_type() == at::kFloat8_e5m2 && b.scalar_type() == at::kFloat8_e5m2;
-  if (both_e5m2 && support == "native") {
-    TORCH_WARN_ONCE(
-        "octavo: FP8 tensor cores do not multiply E5M2 by E5M2; such products run on 16-bit tensor cores "
-        "from the same bytes, no faster than bf16 (fp8_format=\"hybrid\" avoids them)");
-  }
-  return support == "emulated" || both_e5m2 || is_emulated();
-}
-
-// A scale where cuBLASLt can take it, which a user's own need not be: then a copy, which `copy` keeps.
-const float* aligned_scale(const Tensor& words, int64_t word, Tensor& copy) {
-  const float* const scale = float_at(words, word);
-  if (reinterpret_cast<uintptr_t>(scale) % 16 == 0) return scale;
-  copy = words.narrow(0, word, 1).clone();
-  return float_at(copy, 0);
-}
-
-Tensor mm(const Tensor& a, const Tensor& b, const Tensor& scale_a, int64_t word_a, const Tensor& scale_b,
-          int64_t word_b, const std::optional<Tensor>& bias, int64_t m, int64_t n, at::ScalarType out_dtype,
-          bool fast_accumulation) {
-  const c10::cuda::CUDAGuard guard(a.device());
-  auto d = empty({m, n}, out_dtype, a.device());
-  const auto added = bias ? bias->contiguous() : Tensor();
-  kernels::Gemm g;
-  g.m = m;
-  g.n = n;
-  g.k = a.size(1);
-  g.a = static_cast<const uint8_t*>(a.const_data_ptr());
-  g.b = static_cast<const uint8_t*>(b.const_data_ptr());
-  g.format_a = fp8_of(a.scalar_type());
-  g.format_b = fp8_of(b.scalar_type());
-  Tensor copied_a, copied_b;
-  g.scale_a = aligned_scale(scale_a, word_a, copied_a);
-  g.scale_b = aligned_scale(scale_b, word_b, copied_b);
-  if (bias) {
-    g.bias = added.const_data_ptr();
-    g.bias_dtype = dtype_of(added.scalar_type());
-  }
-  g.d = d.mutable_data_ptr();
-  g.d_dtype = dtype_of(out_dtype);
-  g.fast_accumulation = fast_accumulation;
-  g.emulate = must_emulate(a, b);
-  auto scratch = empty({kernels::gemm_scratch_bytes(g)}, at::kByte, a.device());
-  kernels::gemm(g, scratch.mutable_data_ptr(), stream_of(a));
-  return d;
-}
-
 void record(const Tensor& tape, int64_t policy) {
   const c10::cuda::CUDAGuard guard(tape.device());
   kernels::EndOfBackward end;
@@ -301,17 +222,17 @@ Tensor apply_steps(const Tensor& slots, const Tensor& due, const Tensor& steps, 
   return rejected;
 }
 
-std::string support_of(c10::Device device) {
+Fp8Support support_of(c10::Device device) {
   const auto* properties = at::cuda::getDeviceProperties(device.index());
   switch (kernels::fp8_support(properties->major, properties->minor)) {
     case kernels::Fp8Support::kNative:
-      return "native";
+      return Fp8Support::kNative;
     case kernels::Fp8Support::kEmulated:
-      return "emulated";
+      return Fp8Support::kEmulated;
     case kernels::Fp8Support::kRefused:
-      return "refused";
+      return Fp8Support::kRefused;
   }
-  return "refused";
+  return Fp8Support::kRefused;
 }
 
 [[maybe_unused]] const bool registered = (register_fp8_support(&support_of), true);
@@ -324,7 +245,6 @@ TORCH_LIBRARY_IMPL(octavo, CUDA, m) {
   m.impl("_quantize_forward", &cuda::quantize_forward);
   m.impl("_quantize_backward", &cuda::quantize_backward);
   m.impl("_quantize_padded", &cuda::quantize_padded);
-  m.impl("_mm", &cuda::mm);
   m.impl("_record", &cuda::record);
   m.impl("_advance", &cuda::advance);
   m.impl("_gather_rings", &cuda::gather_rings);

@@ -9,12 +9,16 @@ namespace octavo::ops {
 namespace {
 
 std::atomic<bool> emulated = false;
-std::atomic<std::string (*)(c10::Device)> cuda_support = nullptr;
+std::atomic<Fp8Support (*)(c10::Device)> cuda_support = nullptr;
 
 }  // namespace
 
-std::string fp8_support(c10::Device device) {
-  if (device.is_cpu()) return "emulated";
+const char* describe(Fp8Support support) {
+  return support == Fp8Support::kNative ? "native" : support == Fp8Support::kEmulated ? "emulated" : "refused";
+}
+
+Fp8Support fp8_support(c10::Device device) {
+  if (device.is_cpu()) return Fp8Support::kEmulated;
   const auto support = cuda_support.load();
   TORCH_CHECK(device.is_cuda(), "octavo: FP8 runs on CPU and CUDA devices, not on ", device);
   TORCH_CHECK(support, "octavo: this build has no kernels for ", device.type(),
@@ -24,7 +28,7 @@ std::string fp8_support(c10::Device device) {
 
 void check_fp8_support(c10::Device device) {
   TORCH_CHECK(
-      fp8_support(device) != "refused", "octavo: FP8 is not supported on ", device,
+      fp8_support(device) != Fp8Support::kRefused, "octavo: FP8 is not supported on ", device,
       ": tensor cores for it need compute capability 8.9, 9.0, 10.x or 12.x, the emulation 8.x; run this part of "
       "the model outside the region, or on the CPU");
 }
@@ -32,6 +36,6 @@ void check_fp8_support(c10::Device device) {
 void set_emulated(bool on) { emulated = on; }
 bool is_emulated() { return emulated; }
 
-void register_fp8_support(std::string (*support)(c10::Device)) { cuda_support = support; }
+void register_fp8_support(Fp8Support (*support)(c10::Device)) { cuda_support = support; }
 
 }  // namespace octavo::ops

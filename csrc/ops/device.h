@@ -4,20 +4,21 @@
 
 #include <c10/core/Device.h>
 
-#include <string>
-
 namespace octavo::ops {
 
-// "native", "emulated" or "refused"; throws for a type of device that this build has no kernels for.
-std::string fp8_support(c10::Device device);
+// How FP8 products run on a device.
+enum class Fp8Support { kNative, kEmulated, kRefused };
+// Throws for a type of device that this build has no kernels for.
+Fp8Support fp8_support(c10::Device device);
+const char* describe(Fp8Support support);
 
-// Throws, in one sentence, where it is "refused" or this build has no kernels.
+// Throws, in one sentence, where they are refused or this build has no kernels.
 void check_fp8_support(c10::Device device);
 
 void set_emulated(bool on);
 bool is_emulated();
 
 // The CUDA half's answer, registered when it is loaded.
-void register_fp8_support(std::string (*support)(c10::Device));
+void register_fp8_support(Fp8Support (*support)(c10::Device));
 
 }  // namespace octavo::ops

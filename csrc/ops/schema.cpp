@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Every op of the library, with what it does: the table of contents of csrc/ops. Kernels: cpu.cpp (the executable
-// specification), cuda.cpp, meta.cpp (shapes and types alone), public.cpp (ops made of other ops), control.cpp.
+// specification), cuda.cpp, cuda_gemm.cpp, meta.cpp (shapes and types alone), public.cpp (ops made of other ops),
+// control.cpp.
 #include <torch/library.h>
 
 TORCH_LIBRARY(octavo, m) {
@@ -46,6 +47,18 @@ TORCH_LIBRARY(octavo, m) {
   m.def(
       "_mm(Tensor a, Tensor b, Tensor scale_a, int word_a, Tensor scale_b, int word_b, Tensor? bias, int m, int n, "
       "ScalarType out_dtype, bool fast_accumulation) -> Tensor");
+  // The same, without a bias, added to d [m, n], which is contiguous and bf16, fp16 or float32.
+  m.def(
+      "_mm_into(Tensor(a!) d, Tensor a, Tensor b, Tensor scale_a, int word_a, Tensor scale_b, int word_b, "
+      "bool fast_accumulation) -> ()");
+  // CUDA alone: times cuBLASLt's algorithms for that product (kernels/tune.h). Of those in the last round, the
+  // heuristic's first choice first: the median time (float64, on the CPU) and the line for a table; then the index of
+  // the one in force and of the winner, how many were tried, and how many gave another result.
+  m.def(
+      "_tune_mm(Tensor a, Tensor b, Tensor scale_a, int word_a, Tensor scale_b, int word_b, Tensor? bias, int m, int "
+      "n, "
+      "ScalarType out_dtype, bool fast_accumulation, bool accumulate, bool exhaustive) -> "
+      "(Tensor microseconds, str[] lines, int[] in_force_winner_tried_wrong)");
   // After an optimizer's step, over the whole arena of anchor's device: pending amaxes enter the rings, policies give
   // new steps. owner 0: all slots. found_inf: one float32, not 0: nothing happens.
   m.def("_advance(Tensor anchor, int owner, Tensor? found_inf) -> ()");

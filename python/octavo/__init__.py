@@ -14,11 +14,13 @@ Every eligible linear inside the region runs its three matrix products in FP8, f
 from octavo._library import __version__
 from octavo.autocast import fp8_autocast, fp8_linear_enable, fp8_linear_enabled
 from octavo.devices import emulate, emulated, fp8_support
+from octavo.gemm_table import GemmTable, gemm_tables, load_gemm_table
 from octavo.kernels import linear_backward_fp8, linear_forward_fp8, mm_fp8, quantize
 from octavo.recipe import FP8_MAX, DelayedScaling, DynamicScaling, FP8Format, FP8Recipe
 from octavo.report import Report, report
 from octavo.state import FP8State, FP8TensorMeta, fp8_state, load_state_dict, state_dict
 from octavo.stepping import step
+from octavo.tune import tune
 
 __all__ = [
     "FP8_MAX",
@@ -28,6 +30,7 @@ __all__ = [
     "FP8Recipe",
     "FP8State",
     "FP8TensorMeta",
+    "GemmTable",
     "Report",
     "__version__",
     "emulate",
@@ -37,12 +40,15 @@ __all__ = [
     "fp8_linear_enabled",
     "fp8_state",
     "fp8_support",
+    "gemm_tables",
     "linear_backward_fp8",
     "linear_forward_fp8",
+    "load_gemm_table",
     "load_state_dict",
     "mm_fp8",
     "quantize",
     "report",
     "state_dict",
     "step",
+    "tune",
 ]

@@ -65,6 +65,9 @@ std::vector<uint32_t> widened(const std::vector<uint8_t>& bytes, DType dtype) {
   return all;
 }
 
+// What d holds before something is added to it.
+double before(size_t element) { return static_cast<double>(element % 7) - 3.0; }
+
 // One product with everything that it needs, run and read back.
 struct Case {
   Case(const Shape& shape, const Formats& formats, const Bias& bias, float step_a, float step_b,
@@ -95,12 +98,21 @@ struct Case {
     gemm.bias_dtype = *bias.dtype;
   }
 
-  std::vector<uint32_t> run(DType dtype, bool fast, bool emulate, cudaStream_t stream) {
+  std::vector<uint32_t> run(DType dtype, bool fast, bool emulate, cudaStream_t stream, bool accumulate = false) {
     Buffer<uint8_t> d(shape.m * shape.n * size_of(dtype));
+    if (accumulate) {
+      std::vector<uint8_t> bytes(d.size());
+      for (size_t i = 0; i * size_of(dtype) < bytes.size(); ++i) {
+        const uint32_t bits = reference::to_bits(before(i), dtype);
+        std::memcpy(&bytes[i * size_of(dtype)], &bits, size_of(dtype));
+      }
+      d.write(bytes);
+    }
     Gemm g = gemm;
     g.d = d.get();
     g.d_dtype = dtype;
     g.fast_accumulation = fast;
+    g.accumulate = accumulate;
     g.emulate = emulate;
     Buffer<uint8_t> scratch(kernels::gemm_scratch_bytes(g));
     kernels::gemm(g, scratch.get(), stream);
@@ -140,19 +152,20 @@ class GemmKernel : public GpuTest {
  protected:
   // Every way to run the product, each compared by `expect(bits, dtype, fast, is_emulated)`.
   template <typename Expect>
-  void in_every_way(Case& product, const Formats& formats, Expect&& expect) {
+  void in_every_way(Case& product, const Formats& formats, Expect&& expect, bool accumulate = false) {
     for (const DType dtype : kDTypes) {
       for (const auto& [fast, emulate] : {std::pair{false, false}, {true, false}, {false, true}}) {
         SCOPED_TRACE(describe(product.shape, formats, product.bias, dtype, fast, emulate));
         const bool is_emulated = emulate || (formats.a == Fp8::kE5M2 && formats.b == Fp8::kE5M2);
-        expect(product.run(dtype, fast, emulate, stream_), dtype, fast, is_emulated);
+        expect(product.run(dtype, fast, emulate, stream_, accumulate), dtype, fast, is_emulated);
       }
     }
   }
 };
 
 // Small integers and powers of two for scales: every partial sum is exact even in the shortest accumulator, so that
-// the result is known to the bit. This finds any mistake about layouts, bias, scales, cropping and rounding.
+// the result is known to the bit. This finds any mistake about layouts, bias, scales, cropping and rounding, and about
+// adding to d.
 TEST_F(GemmKernel, IntegersAreExact) {
   std::mt19937 random(1);
   const auto integer = [&] { return static_cast<double>(random() % 5) - 2.0; };
@@ -160,18 +173,22 @@ TEST_F(GemmKernel, IntegersAreExact) {
     for (const Formats& formats : kOperandFormats) {
       for (const Bias& bias : kBiases) {
         Case product(shape, formats, bias, 0.5f, 4.0f, integer);
-        std::vector<double> exact;
-        for (int64_t i = 0; i < shape.m; ++i) {
-          for (int64_t j = 0; j < shape.n; ++j) exact.push_back(product.exact(i, j).value);
+        for (const bool accumulate : {false, true}) {
+          SCOPED_TRACE(accumulate ? "added to d" : "");
+          std::vector<double> exact;
+          for (int64_t i = 0; i < shape.m * shape.n; ++i) {
+            exact.push_back(product.exact(i / shape.n, i % shape.n).value + (accumulate ? before(exact.size()) : 0.0));
+          }
+          const auto expect = [&](const std::vector<uint32_t>& got, DType dtype, bool, bool) {
+            std::vector<uint32_t> expected;
+            // An exact 0 may come out with either sign.
+            for (const double x : exact) expected.push_back(reference::to_bits(x == 0.0 ? 0.0 : x, dtype));
+            std::vector<uint32_t> unsigned_zeros = got;
+            for (uint32_t& bits : unsigned_zeros) bits = reference::to_float(bits, dtype) == 0.0f ? 0 : bits;
+            EXPECT_TRUE(same(unsigned_zeros, expected, shape.n));
+          };
+          in_every_way(product, formats, expect, accumulate);
         }
-        in_every_way(product, formats, [&](const std::vector<uint32_t>& got, DType dtype, bool, bool) {
-          std::vector<uint32_t> expected;
-          // An exact 0 may come out with either sign.
-          for (const double x : exact) expected.push_back(reference::to_bits(x == 0.0 ? 0.0 : x, dtype));
-          std::vector<uint32_t> unsigned_zeros = got;
-          for (uint32_t& bits : unsigned_zeros) bits = reference::to_float(bits, dtype) == 0.0f ? 0 : bits;
-          EXPECT_TRUE(same(unsigned_zeros, expected, shape.n));
-        });
       }
     }
   }

@@ -57,6 +57,8 @@ TEST(GemmScratch, OfAnEmulatedProduct) {
   EXPECT_EQ(gemm_scratch_bytes(g), 256 + 32 * 32 * 2 + 512);
   g.d_dtype = DType::kFP32;
   EXPECT_EQ(gemm_scratch_bytes(g), 256 + 1280);
+  g.accumulate = true;  // d cannot hold the accumulators then; 20 columns are computed as 32
+  EXPECT_EQ(gemm_scratch_bytes(g), 256 + 2048 + 512);
 }
 
 // The reference itself, at values that can be looked up.

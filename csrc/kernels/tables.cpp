@@ -1,0 +1,109 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "tables.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <fstream>
+#include <iterator>
+#include <mutex>
+#include <stdexcept>
+#include <string_view>
+
+namespace octavo::kernels {
+namespace {
+
+struct Shipped {
+  const char* name;
+  const char* text;
+};
+// Made by CMake of csrc/kernels/tables/*.txt.
+constexpr Shipped kShipped[] = {
+#include "shipped_tables.inc"
+};
+
+// FNV-1a, so that two tables of one name can be told apart.
+std::string hash_of(std::string_view text) {
+  uint64_t hash = 0xcbf29ce484222325u;
+  for (const char c : text) hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3u;
+  char digits[17];
+  std::snprintf(digits, sizeof digits, "%016llx", static_cast<unsigned long long>(hash));
+  return digits;
+}
+
+Table table_of(std::string_view text, const std::string& name) {
+  return {.name = name, .hash = hash_of(text), .entries = parse_table(text, name), .refused = {}};
+}
+
+Table read(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  const std::string text((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
+  if (!file.is_open() || file.bad()) throw std::runtime_error("octavo: the table " + path + " cannot be read");
+  return table_of(text, path);
+}
+
+std::mutex& tables_mutex() {
+  static std::mutex& mutex = *new std::mutex;
+  return mutex;
+}
+
+// The last one counts first. Call with the mutex held. Throws, at each use, where the environment's table is no table.
+std::vector<Table>& tables_locked() {
+  static std::vector<Table>* tables = nullptr;
+  if (tables == nullptr) {
+    std::vector<Table> first;
+    for (const Shipped& shipped : kShipped) {
+      first.push_back(table_of(shipped.text, std::string("shipped: ") + shipped.name));
+    }
+    const char* path = std::getenv("OCTAVO_GEMM_TABLE");
+    if (path != nullptr && *path != '\0') first.push_back(read(path));
+    tables = new std::vector<Table>(std::move(first));
+  }
+  return *tables;
+}
+
+}  // namespace
+
+std::vector<Table> tables_in_force() {
+  const std::lock_guard lock(tables_mutex());
+  return {tables_locked().rbegin(), tables_locked().rend()};
+}
+
+void load_table(const std::string& path) {
+  Table table = read(path);
+  {
+    const std::lock_guard lock(tables_mutex());
+    std::vector<Table>& tables = tables_locked();
+    std::erase_if(tables, [&](const Table& other) { return other.name == path; });
+    tables.push_back(std::move(table));
+  }
+  drop_plans();
+}
+
+std::optional<TableEntry> find_entry(const std::string& device, size_t cublaslt, const Product& product) {
+  const std::lock_guard lock(tables_mutex());
+  const std::vector<Table>& tables = tables_locked();
+  for (auto table = tables.rbegin(); table != tables.rend(); ++table) {
+    const auto entry = std::find_if(table->entries.rbegin(), table->entries.rend(), [&](const TableEntry& e) {
+      return e.product == product && e.cublaslt == cublaslt && e.device == device;
+    });
+    if (entry != table->entries.rend()) return *entry;
+  }
+  return std::nullopt;
+}
+
+void note_refused(const TableEntry& entry, const std::string& reason) {
+  const std::lock_guard lock(tables_mutex());
+  std::vector<Table>& tables = tables_locked();
+  const auto table = std::find_if(tables.rbegin(), tables.rend(), [&](const Table& t) {
+    return std::find(t.entries.begin(), t.entries.end(), entry) != t.entries.end();
+  });
+  if (table == tables.rend()) return;  // replaced meanwhile
+  const std::string line = to_line(entry) + ": " + reason;
+  if (std::find(table->refused.begin(), table->refused.end(), line) == table->refused.end()) {
+    table->refused.push_back(line);
+  }
+}
+
+}  // namespace octavo::kernels
