@@ -1,26 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forward and backward of one linear: bf16 against FP8 under octavo.fp8_autocast, in one process, in turn.
+"""Forward and backward of one linear: bf16 against FP8, in one process, in turn.
 
-x, w and the gradient of y are bf16 and N(0, 1). A time is the GPU's, of one forward and backward, quantisation
+x, w and the gradient of y are bf16 and N(0, 1). A time is the GPU's, in ms, of one forward and backward, quantisation
 included and the optimizer's step left out; the median of 24 windows of several iterations each, which are enqueued
 while the GPU is held up, so that it never waits for the host. The iterations reuse their tensors: what fits in the L2
-is warm. "floor" is the least that FP8 could take: three products at --peak, and the bytes that quantisation reads and
-writes at the copy rate measured in the same run.
+is warm. Every variant enters its region for each forward; host us has that in it. TransformerEngine then updates its
+scales, in two small kernels that a model would share; Octavo does it in the optimizer's step.
+
+"floor" is the least that FP8 could take: three products at --peak, and the bytes that Octavo's default has to read and
+write to quantise, at the copy rate measured in the same run. It is the same for the peers. --profile adds the kernels
+of one iteration, with the gaps between them while the host is ahead.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass, replace
 
 import torch
-import torch.nn.functional as F
-from timing import Timing, copy_rate, environment, profile_kernels, time_interleaved
-from torch import Tensor
+from command import Parser, UsageError, chosen, first_line, print_environment, require_gpu, run, write_json
+from timing import Timing, copy_rate, time_interleaved
+from torch import Tensor, nn
+from tracing import Profile, print_profiles, profile
+from variants import BF16, Variant
 
 import octavo
 from octavo.tune import SHAPES, Shape, parse_shapes
@@ -29,50 +32,54 @@ from octavo.tune import SHAPES, Shape, parse_shapes
 TOLERANCE = 0.10
 
 
-@dataclass(frozen=True)
-class Operands:
-    """bf16 x [M, K], w [N, K], both with gradients wanted, and dy [M, N]."""
+class Linear:
+    """One variant's linear, x [M, K] and dy [M, N], which all variants of a shape have the same."""
 
-    x: Tensor
-    w: Tensor
-    dy: Tensor
-
-    @staticmethod
-    def random(shape: Shape) -> Operands:
-        m, n, k = shape
-        generator = torch.Generator("cuda").manual_seed(0)
-        x, w, dy = (
-            torch.randn(size, generator=generator, device="cuda", dtype=torch.bfloat16)
-            for size in ((m, k), (n, k), (m, n))
-        )
-        return Operands(x.requires_grad_(), torch.nn.Parameter(w), dy)
-
-    def twin(self) -> Operands:
-        """The same memory under tensors of their own: another parameter has a scaling state of its own."""
-        return Operands(self.x.detach().requires_grad_(), torch.nn.Parameter(self.w.detach()), self.dy)
+    def __init__(self, variant: Variant, x: Tensor, w: Tensor, dy: Tensor) -> None:
+        n, k = w.shape
+        plain = nn.Linear(k, n, bias=False, device="meta", dtype=w.dtype)
+        plain.weight = nn.Parameter(w.detach())  # the same memory; another parameter has a scaling state of its own
+        self._module = variant.transform(plain, ())
+        self._region = variant.region(self._module, ())
+        self._x, self._dy = x.detach().requires_grad_(), dy
 
     def forward_backward(self) -> Tensor:
-        """y [M, N]; leaves the gradients in x.grad and w.grad, as a training step does after zero_grad."""
-        self.x.grad = self.w.grad = None
-        y = F.linear(self.x, self.w)
-        y.backward(self.dy)
+        """y [M, N]; leaves new gradients, as a training step does after zero_grad."""
+        self._x.grad = None
+        self._module.zero_grad()
+        with self._region():
+            y = self._module(self._x)
+        y.backward(self._dy)
         return y
+
+    def iterations(self, count: int) -> None:
+        for _ in range(count):
+            self.forward_backward()
+
+    def results(self) -> tuple[Tensor, Tensor, Tensor]:
+        """y, dx and dw of a new iteration."""
+        y = self.forward_backward()
+        return y.detach(), self._x.grad, next(self._module.parameters()).grad
 
 
 @dataclass(frozen=True)
 class Result:
-    """One variant at one shape. Times in ms for one iteration, but host_us; errors are relative, against bf16."""
+    """One variant at one shape. Times in ms for one iteration, but host_us; errors are relative, against bf16.
+
+    ratio: bf16's time by this one's. ran: how Octavo's linear ran. timing is None where `cannot_run` says why not.
+    """
 
     shape: Shape
     variant: str
-    timing: Timing
-    floor_ms: float
-    ratio: float
-    errors: tuple[float, float, float]
-    ran: str
+    timing: Timing | None = None
+    floor_ms: float = 0.0
+    ratio: float = 0.0
+    errors: tuple[float, ...] = (0.0, 0.0, 0.0)
+    ran: str = ""
+    cannot_run: str = ""
 
 
-def floor_ms(shape: Shape, recipe: str, peak: float, bytes_per_second: float) -> float:
+def floor_ms(shape: Shape, dynamic: bool, peak: float, bytes_per_second: float) -> float:
     """Least time of an FP8 forward and backward: `peak` in FLOP/s; w is quantised a second time in backward.
 
     Quantising reads 2 bytes an element and writes 2, row-major and transposed; of w each pass writes but one of them.
@@ -80,7 +87,7 @@ def floor_ms(shape: Shape, recipe: str, peak: float, bytes_per_second: float) ->
     """
     m, n, k = shape
     moved = 4 * (m * k + m * n) + 6 * n * k
-    if recipe == "dynamic":
+    if dynamic:
         moved += 2 * (m * k + m * n + n * k)
     return 1e3 * (3 * 2 * m * n * k / peak + moved / bytes_per_second)
 
@@ -89,91 +96,86 @@ def relative_error(value: Tensor, reference: Tensor) -> float:
     return ((value.float() - reference.float()).norm() / reference.float().norm()).item()
 
 
-def bf16_iterations(operands: Operands) -> Callable[[int], None]:
-    def run(iterations: int) -> None:
-        for _ in range(iterations):
-            operands.forward_backward()
-
-    return run
-
-
-def fp8_iterations(operands: Operands, recipe: str) -> Callable[[int], None]:
-    def run(iterations: int) -> None:
-        with octavo.fp8_autocast(recipe=recipe):
-            for _ in range(iterations):
-                operands.forward_backward()
-
-    return run
-
-
-def seed_and_check(shape: Shape, recipe: str, operands: Operands, reference: Operands) -> tuple[list[float], str]:
+def seed_and_check(name: str, linear: Linear, reference: tuple[Tensor, ...]) -> tuple[tuple[float, ...], str]:
     """Fill the histories, then compare y, dx and dw with bf16's: the errors, and how the linear ran."""
-    fp8_iterations(operands, recipe)(5)
+    linear.iterations(5)
     octavo.step()
     octavo.report(reset=True)
-    with octavo.fp8_autocast(recipe=recipe):
-        y = operands.forward_backward()
+    made = linear.results()
     ran = ", ".join(sorted({row.reason for row in octavo.report(reset=True).rows}))
-    pairs = (
-        (y, reference.forward_backward()),
-        (operands.x.grad, reference.x.grad),
-        (operands.w.grad, reference.w.grad),
-    )
-    errors = [relative_error(value, expected) for value, expected in pairs]
+    errors = tuple(relative_error(value, expected) for value, expected in zip(made, reference, strict=True))
     if not max(errors) < TOLERANCE:
-        raise RuntimeError(f"{shape}, {recipe}: relative errors of y, dx, dw are {errors}, above {TOLERANCE}")
+        raise RuntimeError(f"{name}: relative errors of y, dx, dw are {errors}, above {TOLERANCE}")
     return errors, ran
 
 
-def measure(shape: Shape, recipes: list[str], peak: float, bytes_per_second: float, profile: bool) -> list[Result]:
-    """Check, then time bf16 and every recipe at one shape."""
-    reference = Operands.random(shape)
-    twins = {recipe: reference.twin() for recipe in recipes}
-    checked = {recipe: seed_and_check(shape, recipe, twins[recipe], reference) for recipe in recipes}
-    variants = {"bf16": bf16_iterations(reference)}
-    variants |= {recipe: fp8_iterations(twins[recipe], recipe) for recipe in recipes}
-    timings = time_interleaved(variants)
-    if profile:
-        for name, enqueue in variants.items():
-            print_profile(f"{shape}, {name}", profile_kernels(enqueue))
-    results = [Result(shape, "bf16", timings["bf16"], 0.0, 1.0, (0.0, 0.0, 0.0), "bf16")]
-    for recipe in recipes:
-        errors, ran = checked[recipe]
-        floor = floor_ms(shape, recipe, peak, bytes_per_second)
-        ratio = timings["bf16"].device_ms / timings[recipe].device_ms
-        results.append(Result(shape, recipe, timings[recipe], floor, ratio, tuple(errors), ran))
+def prepare(shape: Shape, variants: list[Variant]) -> tuple[dict[str, Linear], dict[str, Result]]:
+    """The linears that can run, checked, and for each variant what is known before it is timed."""
+    m, n, k = shape
+    generator = torch.Generator("cuda").manual_seed(0)
+    x, w, dy = (
+        torch.randn(size, generator=generator, device="cuda", dtype=torch.bfloat16) for size in ((m, k), (n, k), (m, n))
+    )
+    reference = Linear(BF16, x, w, dy).results()
+    linears, known = {}, {}
+    for variant in variants:
+        try:
+            linear = Linear(variant, x, w, dy)
+            errors, ran = seed_and_check(f"{shape}, {variant.name}", linear, reference)
+        except Exception as error:
+            if not variant.peer:
+                raise
+            known[variant.name] = Result(shape, variant.name, cannot_run=first_line(error))
+        else:
+            linears[variant.name] = linear
+            known[variant.name] = Result(shape, variant.name, errors=errors, ran=ran)
+    return linears, known
+
+
+def measure(
+    shape: Shape, variants: list[Variant], floor: Callable[[Shape, bool], float], profiles: dict[str, Profile] | None
+) -> list[Result]:
+    """Check, then time all variants at one shape, bf16 first. `profiles` gets one of each, if it is there."""
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()  # Dynamo gives up on a function that it has compiled for too many shapes
+    linears, known = prepare(shape, variants)
+    timings = time_interleaved({name: linear.iterations for name, linear in linears.items()})
+    if profiles is not None:
+        for name, linear in linears.items():
+            profiles[f"{shape}, {name}"] = profile(linear.iterations, blocker_ms=100)
+    results = []
+    for variant in variants:
+        result = known[variant.name]
+        if variant.name in timings:
+            timing = timings[variant.name]
+            ratio = timings["bf16"].device_ms / timing.device_ms
+            fields = {"timing": timing, "ratio": ratio, "floor_ms": floor(shape, variant.dynamic)}
+            result = replace(result, **fields)
+        results.append(result)
     return results
 
 
-def print_profile(title: str, kernels: list[tuple[str, float, float]]) -> None:
-    launches, total = (sum(kernel[column] for kernel in kernels) for column in (1, 2))
-    print(f"\n{title}: {launches:g} kernels, {total:.1f} us in one forward and backward")
-    for name, count, microseconds in kernels:
-        print(f"  {microseconds:9.1f} us  {count:4g} x  {name[:96]}")
-
-
 def print_results(results: list[Result]) -> None:
-    bf16 = next(result for result in results if result.variant == "bf16")
-    for result in results:
-        if result is bf16:
+    bf16 = results[0].timing
+    for result in results[1:]:
+        start = f"{', '.join(map(str, result.shape)):<20} {result.variant:<12}"
+        if result.timing is None:
+            print(f"{start} cannot run: {result.cannot_run}", flush=True)
             continue
-        m, n, k = result.shape
-        at_floor = bf16.timing.device_ms / result.floor_ms
+        at_floor = bf16.device_ms / result.floor_ms
         errors = " ".join(f"{error:.3f}" for error in result.errors)
-        late = "" if result.timing.host_ahead and bf16.timing.host_ahead else "  the GPU waited for the host"
+        late = "" if result.timing.host_ahead and bf16.host_ahead else "  the GPU waited for the host"
         print(
-            f"{f'{m}, {n}, {k}':<20} {result.variant:<8} {bf16.timing.device_ms:8.3f} {result.timing.device_ms:8.3f}"
-            f" {result.floor_ms:8.3f} {result.ratio:7.2f} {at_floor:8.2f} {bf16.timing.host_us:7.0f}"
+            f"{start} {bf16.device_ms:8.3f} {result.timing.device_ms:8.3f}"
+            f" {result.floor_ms:8.3f} {result.ratio:7.2f} {at_floor:8.2f} {bf16.host_us:7.0f}"
             f" {result.timing.host_us:7.0f}   {errors}  {result.ran}{late}",
             flush=True,
         )
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--recipe", nargs="+", choices=("delayed", "dynamic"), default=["delayed"], help="default: delayed"
-    )
+def main() -> None:
+    parser = Parser(__doc__)
+    parser.add_recipes()
     parser.add_argument(
         "--shapes",
         nargs="+",
@@ -182,40 +184,45 @@ def parse_arguments() -> argparse.Namespace:
         help=f"all, {', '.join(SHAPES)}, or MxNxK (default: all)",
     )
     parser.add_argument("--peak", type=float, default=1500.0, metavar="TFLOP/S", help="FP8 rate of the floor (1500)")
-    parser.add_argument("--profile", action="store_true", help="list the kernels of an iteration too")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
-    return parser.parse_args()
-
-
-def main() -> None:
-    options = parse_arguments()
-    shapes = parse_shapes(options.shapes)
-    if not options.peak > 0:
-        raise ValueError(f"--peak must be positive, got {options.peak}")
-    if not torch.cuda.is_available():
-        raise ValueError("this benchmark needs a CUDA GPU, and PyTorch sees none")
-    recipes = list(dict.fromkeys(options.recipe))
-    stated = environment() | {"fp8": octavo.fp8_support(torch.device("cuda"))}
+    parser.add_argument("--profile", action="store_true", help="kernels, gaps and shares of an iteration too")
+    options = parser.parse()
+    try:
+        shapes = parse_shapes(options.shapes)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    parser.check_positive(options, "peak")
+    variants = chosen(options, compiled_peers=True)
+    require_gpu()
+    support = octavo.fp8_support(torch.device("cuda"))
     rate = copy_rate()
-    print(", ".join(f"{key} {value}" for key, value in stated.items()))
-    print(f"Copy {rate / 1e9:.0f} GB/s, floor at {options.peak:g} TFLOP/s. Ratios are bf16's time over FP8's.")
+    print_environment()
+    print(f"FP8 here: {support}. Copy {rate / 1e9:.0f} GB/s; floor at that and {options.peak:g} TFLOP/s.")
     print("Errors are relative, of y, dx and dw against bf16. L2 warm where the tensors fit in it.\n")
     print(
-        f"{'M, N, K':<20} {'recipe':<8} {'bf16 ms':>8} {'FP8 ms':>8} {'floor':>8} {'ratio':>7} {'at floor':>8}"
-        f" {'host us':>7} {'FP8':>7}   {'errors':<17}  ran as"
+        f"{'M, N, K':<20} {'variant':<12} {'bf16 ms':>8} {'FP8 ms':>8} {'floor':>8} {'ratio':>7} {'at floor':>8}"
+        f" {'host us':>7} {'FP8':>7}   {'errors':<17}  ran as",
+        flush=True,
     )
+
+    def floor(shape: Shape, dynamic: bool) -> float:
+        return floor_ms(shape, dynamic, options.peak * 1e12, rate)
+
     results: list[Result] = []
+    profiles: dict[str, Profile] | None = {} if options.profile else None
     for shape in shapes:
-        results += measure(shape, recipes, options.peak * 1e12, rate, options.profile)
-        print_results(results[-1 - len(recipes) :])
-    if options.json:
-        record = {"environment": stated, "copy_bytes_per_second": rate, "peak_tflops": options.peak}
-        record["results"] = [asdict(result) for result in results]
-        options.json.write_text(json.dumps(record, indent=1) + "\n")
+        made = measure(shape, variants, floor, profiles)
+        print_results(made)
+        results += made
+    print_profiles(profiles or {})
+    write_json(
+        options.json,
+        [asdict(result) for result in results],
+        profiles,
+        fp8=support,
+        copy_bytes_per_second=rate,
+        peak_tflops=options.peak,
+    )
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except ValueError as error:
-        sys.exit(f"linear.py: {error}")
+    run(main)

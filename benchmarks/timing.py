@@ -103,15 +103,3 @@ def copy_rate(gib: float = 1.0) -> float:
 
     timing = time_interleaved({"copy": copy})["copy"]
     return 2 * source.numel() / (timing.device_ms * 1e-3)
-
-
-def profile_kernels(enqueue: Callable[[int], None], iterations: int = 10) -> list[tuple[str, float, float]]:
-    """For one iteration, each kernel's name, number of launches and microseconds; the longest first."""
-    enqueue(3)
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        enqueue(iterations)
-        torch.cuda.synchronize()
-    kernels = [event for event in profiler.key_averages() if event.self_device_time_total > 0]
-    kernels.sort(key=lambda event: -event.self_device_time_total)
-    return [(k.key, k.count / iterations, k.self_device_time_total / iterations) for k in kernels]
