@@ -35,11 +35,12 @@ class Form:
     col: bool = True
     dynamic: bool = False
     sums: bool = False
+    pair: bool = False
 
     def moved(self, elements: int) -> int:
         """Bytes read and written; the few of the scales and column sums left out."""
         reads = self.dtype.itemsize * (2 if self.dynamic else 1)
-        return elements * (reads + self.row + self.col)
+        return elements * (reads + self.row + self.col) * (2 if self.pair else 1)
 
 
 FORMS = (
@@ -49,6 +50,7 @@ FORMS = (
     Form("row + col + sums, recorded", sums=True),
     Form("row + col, fp32 in", dtype=torch.float32),
     Form("row + col, dynamic", dynamic=True),
+    Form("two at once, row + col", pair=True),
 )
 
 
@@ -83,13 +85,14 @@ def enqueue(form: Form, x: torch.Tensor, slot: Slot) -> Callable[[int], None]:
     Delayed: the step is known, and the amax is measured on the way.
     """
     copies, fp8 = ROW * form.row + COL * form.col, torch.float8_e4m3fn
+    second = copies if form.pair else 0
     policy = slot.dynamic if form.dynamic else slot.delayed
     place = (-1, 0, 0, False) if form.dynamic else (*slot.place, True)
     *_, tape = torch.ops.octavo._quantize_forward(x, x, *slot.place, True, slot.delayed, fp8, fp8, 0, STEP, True)
 
     def forward(iterations: int) -> None:
         for _ in range(iterations):
-            torch.ops.octavo._quantize_forward(x, x, *place, policy, fp8, fp8, copies, 0, not form.dynamic)
+            torch.ops.octavo._quantize_forward(x, x, *place, policy, fp8, fp8, copies, second, not form.dynamic)
 
     def backward(iterations: int) -> None:
         for _ in range(iterations):

@@ -56,7 +56,9 @@ Way way_for(const Gemm& g) {
   way.bias_in_epilogue = g.bias != nullptr && !way.emulated && epilogue_takes_bias(g);
   way.finished = way.emulated || (g.bias != nullptr && !way.bias_in_epilogue);
   const bool is_aligned = g.n * element_size(g.d_dtype) % 16 == 0 && bits(g.d) % 16 == 0;
-  way.into_d = is_aligned && (!way.finished || (g.d_dtype == DType::kFP32 && !g.accumulate));
+  const bool is_float = g.d_dtype == DType::kFP32;
+  // cuBLASLt rounds a product to 16 bits before it adds it to a 16-bit d: only float32 accumulates in place.
+  way.into_d = is_aligned && (g.accumulate ? is_float && !way.finished : is_float || !way.finished);
   if (!way.into_d) {
     way.finished = true;
     way.bias_in_epilogue = false;

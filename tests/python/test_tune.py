@@ -201,7 +201,7 @@ def test_shapes_of_a_report(native: torch.device) -> None:
 @pytest.mark.parametrize("pair", [("e4m3", "e4m3"), ("e5m2", "e4m3"), ("e5m2", "e5m2")])
 def test_a_product_added_to_a_matrix(device: torch.device, dtype: torch.dtype, pair: tuple[str, str]) -> None:
     """d + product: float32 of the float64 sum, times either scale, plus d in float32, one rounding to d's dtype."""
-    steps = (0.0371, 1.9e-3)
+    steps = (0.0371, 1.9e-3 if "e4m3" in pair else 1.9e-7)  # fp16 must hold the sums
     for m, n, k in [(16, 16, 16), (17, 33, 48), (64, 96, 128), (5, 24, 64), (1, 1, 16)]:
         rows, columns = -(-m // 16) * 16, -(-n // 16) * 16
         a, b = operand(rows, k, pair[0], device), operand(columns, k, pair[1], device)
