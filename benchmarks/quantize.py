@@ -22,7 +22,7 @@ from timing import copy_rate, environment, time_interleaved
 import octavo
 
 SHAPES = ((16384, 8192), (8192, 4096), (4096, 4096), (4096, 1536))
-ROW, COL, STEP = 1, 2, 4  # what to make, as the bits of csrc/ops/primitives.h
+ROW, COL = 1, 2  # what to make, as the bits of csrc/ops/primitives.h
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ FORMS = (
     Form("row + col, delayed"),
     Form("row, delayed", col=False),
     Form("col, delayed", row=False),
-    Form("row + col + sums, recorded", sums=True),
+    Form("row + col + column sums", sums=True),
     Form("row + col, fp32 in", dtype=torch.float32),
     Form("row + col, dynamic", dynamic=True),
     Form("two at once, row + col", pair=True),
@@ -87,18 +87,26 @@ def enqueue(form: Form, x: torch.Tensor, slot: Slot) -> Callable[[int], None]:
     copies, fp8 = ROW * form.row + COL * form.col, torch.float8_e4m3fn
     second = copies if form.pair else 0
     policy = slot.dynamic if form.dynamic else slot.delayed
-    place = (-1, 0, 0, False) if form.dynamic else (*slot.place, True)
-    *_, tape = torch.ops.octavo._quantize_forward(x, x, *slot.place, True, slot.delayed, fp8, fp8, 0, STEP, True)
+    place = (-1, 0, 0, False, True) if form.dynamic else (*slot.place, True, True)
+    types = (fp8, fp8, x.dtype)
+
+    def call(x_copies: int, w_copies: int, records: bool, place: tuple[object, ...], policy: int) -> list[torch.Tensor]:
+        no_product, none = (False, True), (None,) * 4
+        return torch.ops.octavo._linear_forward(
+            x, x, None, *place, policy, *types, *no_product, records, x_copies, w_copies, *none
+        )
+
+    step = torch.full((1,), 0.01, device="cuda")
 
     def forward(iterations: int) -> None:
         for _ in range(iterations):
-            torch.ops.octavo._quantize_forward(x, x, *place, policy, fp8, fp8, copies, second, not form.dynamic)
+            call(copies, second, not form.dynamic, place, policy)
 
-    def backward(iterations: int) -> None:
+    def with_sums(iterations: int) -> None:
         for _ in range(iterations):
-            torch.ops.octavo._quantize_backward(x, None, tape, policy, fp8, fp8, copies, torch.bfloat16, True, True)
+            torch.ops.octavo._quantize_padded(x, step, fp8, copies, torch.bfloat16, False)
 
-    return backward if form.sums else forward
+    return with_sums if form.sums else forward
 
 
 def main() -> int:

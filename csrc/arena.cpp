@@ -22,7 +22,8 @@ struct Registry {
   std::mutex mutex;
   std::map<c10::DeviceType, DeviceMemory> memory = {
       {c10::kCPU,
-       {&allocate_host, &allocate_host, [](c10::Device) { return false; }, [](c10::Device) -> uint64_t { return 0; }}}};
+       {&allocate_host, &allocate_host, [](c10::Device) -> uint64_t { return 0; },
+        [](c10::Device) -> uint64_t { return 0; }, [](uint64_t, c10::Device) {}}}};
   std::map<std::pair<c10::DeviceType, c10::DeviceIndex>, std::unique_ptr<Arena>> arenas;
 };
 
@@ -50,10 +51,13 @@ void register_device_memory(c10::DeviceType type, DeviceMemory memory) { registr
 
 Arena& Arena::of(c10::Device device) {
   const auto index = device.is_cpu() ? c10::DeviceIndex{-1} : device.index();
+  static thread_local std::pair<c10::Device, Arena*> last = {c10::Device(c10::kMeta), nullptr};
+  if (last.second && last.first == c10::Device(device.type(), index)) return *last.second;
   auto& r = registry();
   std::lock_guard lock(r.mutex);
   auto& arena = r.arenas[{device.type(), index}];
   if (!arena) arena = std::make_unique<Arena>(c10::Device(device.type(), index));
+  last = {arena->device(), arena.get()};  // arenas live for ever
   return *arena;
 }
 
@@ -82,6 +86,7 @@ Arena::Handle Arena::take_slot() {
   }
   const Handle handle{slot, next_generation_++};
   const c10::OptionalDeviceGuard guard(device_);
+  note_stream();
   auto words = slot_words(slot);
   words.zero_();
   words[offsetof(Slot, generation) / sizeof(int32_t)].fill_(handle.generation);
@@ -151,11 +156,21 @@ bool Arena::is_seeded(int32_t slot, int32_t version) const {
 
 bool Arena::note_stream() {
   if (!one_stream_.load(std::memory_order_relaxed)) return false;
+  if (is_capturing()) return true;
   const uint64_t current = memory_.stream(device_);
   uint64_t first = kNoStream;
   if (stream_.compare_exchange_strong(first, current) || first == current) return true;
   one_stream_ = false;
+  memory_.join(first, device_);  // kernels on it may rely on being alone
   return false;
+}
+
+void Arena::note_advance() {
+  if (is_capturing()) {
+    one_stream_ = false;
+  } else {
+    note_stream();
+  }
 }
 
 void Arena::grow_to_slot(int32_t slot) {
@@ -164,9 +179,13 @@ void Arena::grow_to_slot(int32_t slot) {
               " linears alive on ", device_);
   if (!view_.slots[chunk]) {
     const auto count = static_cast<std::size_t>(ArenaView::kFirstSlots) << chunk;
-    view_.seeded[chunk] = static_cast<int32_t*>(memory_.allocate_shared(sizeof(int32_t) * kOperands * count, device_));
-    view_.slots[chunk] = static_cast<Slot*>(memory_.allocate(sizeof(Slot) * count, device_));
-    bytes_ += static_cast<int64_t>(sizeof(Slot) * count);
+    const auto grow = [&]<class T>(T*& place, std::size_t bytes, auto allocate) {
+      if (place) return;  // the second of the two may have failed
+      place = static_cast<T*>(allocate(bytes, device_));
+      bytes_ += static_cast<int64_t>(bytes);
+    };
+    grow(view_.seeded[chunk], sizeof(int32_t) * kOperands * count, memory_.allocate_shared);
+    grow(view_.slots[chunk], sizeof(Slot) * count, memory_.allocate);
   }
 }
 

@@ -21,8 +21,9 @@ namespace octavo {
 struct DeviceMemory {
   void* (*allocate)(std::size_t bytes, c10::Device device);         // zeroed, never freed
   void* (*allocate_shared)(std::size_t bytes, c10::Device device);  // the same, on the host, where both can write
-  bool (*is_capturing)(c10::Device device);                         // the current stream records a CUDA graph
+  uint64_t (*is_capturing)(c10::Device device);                     // the number of the graph that is captured, or 0
   uint64_t (*stream)(c10::Device device);                           // the current one, as a number
+  void (*join)(uint64_t stream, c10::Device device);                // the current one waits for that one
 };
 void register_device_memory(c10::DeviceType type, DeviceMemory memory);
 
@@ -55,14 +56,23 @@ class Arena {
   // int32 words of a slot / floats of its rings, as tensors over the arena's own memory.
   at::Tensor slot_words(int32_t slot);
   at::Tensor ring_floats(int32_t ring, int64_t history_len);
-  bool is_capturing() const { return memory_.is_capturing(device_); }
+  bool is_capturing() const { return memory_.is_capturing(device_) != 0; }
 
   // For a slot that is emptied or loaded: what was known of its history is no longer.
   int32_t new_version();
   // Whether the device has told that all operands of the slot have had a history under this version. Waits for nothing.
   bool is_seeded(int32_t slot, int32_t version) const;
-  // Says that the current stream uses or advances slots; false once more than one stream has.
+  // Says that the current stream uses or empties slots; false once more than one stream has. The second one waits once
+  // for what the first has under way. In a capture: asks only.
   bool note_stream();
+  // The same of an advance. One in a graph that is captured may be replayed on any stream.
+  void note_advance();
+  // Number of the current stream, and of the capture that it is in (0: none).
+  std::pair<uint64_t, uint64_t> stream_and_capture() const {
+    return {memory_.stream(device_), memory_.is_capturing(device_)};
+  }
+  // For tests: as if no stream had been seen yet.
+  void forget_streams() { stream_ = kNoStream, one_stream_ = true; }
   // Some tensor of the arena, to dispatch on its device with.
   at::Tensor anchor() { return slot_words(0); }
 

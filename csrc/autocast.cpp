@@ -5,6 +5,7 @@
 
 #include "aten_linear.h"
 #include "region.h"
+#include "shared_input.h"
 
 namespace octavo {
 namespace {
@@ -44,6 +45,8 @@ Region::Region(std::shared_ptr<const Recipe> with, const AutocastOptions& option
       policy(policy_of(recipe, options.format)),
       products(recipe->options().products),
       include_float32(options.include_float32),
+      share_inputs(options.share_inputs),
+      keep_fp8_weights(options.keep_fp8_weights),
       excluded_(options.exclude) {
   for (const auto& weight : excluded_) identities_.insert(weight.unsafeGetTensorImpl());
 }
@@ -57,9 +60,11 @@ bool Region::excludes(const at::Tensor& weight) const {
 void push_region(const std::shared_ptr<Region>& region) {
   intercept_aten_linear();
   ThreadLocalDebugInfo::_push(kRegionKind, region);
+  SharedInput::of_this_thread().forget();
 }
 
 void pop_region(const std::shared_ptr<Region>& region) {
+  SharedInput::of_this_thread().forget();
   // PyTorch's stack is strict, and a profiler begun inside the region may still lie on top: lift it, and put it back.
   std::vector<std::pair<DebugInfoKind, std::shared_ptr<c10::DebugInfoBase>>> lifted;
   while (ThreadLocalDebugInfo::current()) {

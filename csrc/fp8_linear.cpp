@@ -17,9 +17,12 @@
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/saved_variable.h>
 
+#include "arena.h"
 #include "linear_state.h"
 #include "ops/checks.h"
 #include "ops/primitives.h"
+#include "shared_input.h"
+#include "weight_copies.h"
 
 namespace octavo {
 namespace {
@@ -32,18 +35,15 @@ using torch::autograd::variable_list;
 bool in_fp8(Precision precision) { return precision != Precision::kHigh; }
 bool fast(Precision precision) { return precision == Precision::kFast; }
 
-at::DimVector with_last(at::IntArrayRef sizes, int64_t last) {
-  at::DimVector result(sizes);
-  result.back() = last;
-  return result;
-}
-
 // What forward makes for backward.
 struct Saved {
-  Tensor x;              // wgrad's operand: the transposed FP8 copy, or x itself; undefined if wgrad is not wanted
+  Tensor x;              // wgrad's operand: the transposed FP8 copy, or x itself; undefined if not wanted
   Tensor tape;           // undefined if nothing was quantised
+  Tensor w_col;          // w's transposed copy, if that is kept
   bool seeded = false;   // g's step is on the tape
   bool records = false;  // there is a slot to record in
+  std::shared_ptr<InputHistory> inputs;  // where a record of x is noted, under its number
+  uint64_t input = 0;
 };
 
 struct Forward {
@@ -56,36 +56,107 @@ struct Forward {
   bool needs_dw;
   bool needs_db;
 
-  // The 2-D result, and what backward needs.
+  bool trains() const { return needs_dx || needs_dw || needs_db; }
+
+  // y, and what backward needs.
   std::pair<Tensor, Saved> run() const {
     const auto& products = region.products;
-    const auto& types = region.types.type;
     const bool forward = in_fp8(products.forward), x_col = needs_dw && in_fp8(products.wgrad);
-    const auto x_copies = ops::copies(forward, x_col);
-    const auto w_copies = ops::copies(forward, false, needs_dx && in_fp8(products.dgrad));
-    const auto x2 = as_matrix(x);
+    const bool w_step = needs_dx && in_fp8(products.dgrad);
+    const auto b = bias ? std::optional(bias->to(compute)) : std::nullopt;
     Saved saved;
     Tensor y;
-    ops::ForwardOperands q;
-    if (x_copies || w_copies) {
-      const bool trains = needs_dx || needs_dw || needs_db;
-      const auto slot = slot_of(w, region.policy, trains);
-      saved.seeded = slot.seeded;
-      saved.records = trains && slot.slot >= 0;
-      q = ops::quantize_forward(x2, w, slot, region.policy.id, types[kX], types[kW], x_copies, w_copies, saved.records);
-      saved.tape = q.tape;
-    }
-    const auto b = bias ? std::optional(bias->to(compute)) : std::nullopt;
-    if (forward) {
-      y = ops::mm(q.x_row, q.w_row, q.tape, ops::tape_word(kX), q.tape, ops::tape_word(kW), b, x2.size(0), w.size(0),
-                  compute, fast(products.forward));
-    } else {
-      y = at::native::linear(x2.to(compute), w.to(compute), b);  // not at::linear, which would come back to us
-    }
+    if (forward || x_col || w_step) y = quantized(forward, x_col, w_step, b, saved);
+    if (!forward) y = at::native::linear(x.to(compute), w.to(compute), b);  // not at::linear, which comes back to us
     // In high precision the user's own tensor, not a view made here: a change of it before backward has to be noticed.
-    if (needs_dw) saved.x = x_col ? q.x_col : x.to(compute);
+    if (needs_dw && !x_col) saved.x = x.to(compute);
     return {std::move(y), std::move(saved)};
   }
+
+ private:
+  // y is undefined unless `forward`.
+  Tensor quantized(bool forward, bool x_col, bool w_step, const std::optional<Tensor>& b, Saved& saved) const {
+    const auto slot = slot_of(w, region.policy, trains());
+    const bool records = trains() && slot.use.slot >= 0;
+    ops::ForwardCall call{.x = x,
+                          .w = w,
+                          .bias = b,
+                          .slot = slot.use,
+                          .policy = region.policy.id,
+                          .x_type = region.types.type[kX],
+                          .w_type = region.types.type[kW],
+                          .y_type = compute,
+                          .wants_y = forward,
+                          .fast = fast(region.products.forward),
+                          .records = records,
+                          .x_keep = ops::copies(false, x_col),
+                          .w_keep = ops::copies(false, w_step && region.keep_fp8_weights, w_step)};
+    const InputUse input(*this, slot, call);
+    const WeightUse weight(*this, call);
+    auto result = ops::linear_forward(call);
+    input.done(result);
+    weight.done(result);
+    saved.tape = result.tape;
+    saved.x = input.made ? input.made->col : result.x.col;
+    saved.w_col = weight.made.tape.defined() ? weight.made.col : result.w.col;
+    // A recomputation may bring another tape, on which g's step is missing.
+    saved.seeded = slot.use.seeded;
+    saved.records = records;
+    saved.inputs = slot.inputs;
+    saved.input = input.number;
+    return result.y;
+  }
+
+  InputKey key(at::ScalarType type) const {
+    const auto [stream, capture] = Arena::of(x.device()).stream_and_capture();
+    return {region.policy.id, type, stream, capture};
+  }
+
+  // Copies of x that the linear before has made of the same input (shared_input.h), or that the next one may use.
+  struct InputUse {
+    InputUse(const Forward& forward, const SlotHold& slot, ops::ForwardCall& call)
+        : history(slot.history), records(call.records), maker(slot.inputs) {
+      if (!forward.trains() || !forward.region.share_inputs) return;
+      number = shared.meet(forward.x, forward.key(call.x_type));
+      if (history == SlotHold::kUnknown) return;
+      made = shared.find(history, ops::copies(call.wants_y, call.x_keep & ops::kCol), records);
+      call.x_made = made;
+      if (!made && call.wants_y && (!maker || maker->goes_on)) call.x_keep |= ops::kRow;
+    }
+    void done(const ops::ForwardResult& result) const {
+      if (number && !made && history != SlotHold::kUnknown)
+        shared.keep({result.x.row, result.x.col, result.tape}, history, records, maker);
+    }
+
+    SharedInput& shared = SharedInput::of_this_thread();
+    uint64_t history;
+    bool records;
+    const std::shared_ptr<InputHistory>& maker;
+    uint64_t number = 0;
+    const ops::Made* made = nullptr;
+  };
+
+  // Copies of w made before in a scope of unchanged weights (weight_copies.h).
+  struct WeightUse {
+    WeightUse(const Forward& forward, ops::ForwardCall& call) : w(forward.w), records(call.records) {
+      if (!in_weight_scope()) return;
+      key = forward.key(call.w_type);
+      made = find_weight_copies(w, *key, records);
+      if (made.tape.defined()) {
+        call.w_made = &made;
+      } else {
+        call.w_keep |= ops::kRow | ops::kCol;
+      }
+    }
+    void done(const ops::ForwardResult& result) const {
+      if (key && !made.tape.defined()) keep_weight_copies(w, *key, records, {result.w.row, result.w.col, result.tape});
+    }
+
+    const Tensor& w;
+    bool records;
+    std::optional<InputKey> key;
+    ops::Made made;
+  };
 };
 
 // The type and shape of an input, to give its gradient the same.
@@ -108,6 +179,7 @@ class Fp8LinearBackward final : public torch::autograd::Node {
  public:
   Fp8LinearBackward(const Forward& call, const Saved& saved)
       : w_(call.needs_dx ? call.w : Tensor(), false),
+        w_col_(call.needs_dx ? saved.w_col : Tensor(), false),
         x_(saved.x, false),
         tape_(saved.tape, false),
         x_like_{call.x.scalar_type(), at::DimVector(call.x.sizes())},
@@ -115,8 +187,11 @@ class Fp8LinearBackward final : public torch::autograd::Node {
         bias_dtype_(call.bias ? call.bias->scalar_type() : call.compute),
         compute_(call.compute),
         policy_(call.region.policy.id),
-        seeded_(saved.seeded),
+        // A recomputed tape, or one that hooks bring back, need not have the step that was known at forward.
+        seeded_(saved.seeded && !tape_.has_hooks()),
         records_(saved.records),
+        inputs_(saved.inputs),
+        input_(saved.input),
         types_(call.region.types),
         products_(call.region.products) {}
 
@@ -133,6 +208,7 @@ class Fp8LinearBackward final : public torch::autograd::Node {
   void release_variables() override {
     std::lock_guard lock(mutex_);
     w_.reset_data();
+    w_col_.reset_data();
     x_.reset_data();
     tape_.reset_data();
   }
@@ -141,46 +217,49 @@ class Fp8LinearBackward final : public torch::autograd::Node {
   variable_list backward(const Tensor& grad) {
     // Unpacked above autograd: hooks of the user's run here, and a checkpoint's recomputation records a graph.
     const auto self = shared_from_this();
-    const auto tape = tape_.unpack(self), x = x_.unpack(self), w = w_.unpack(self);
+    const auto tape = tape_.unpack(self), x = x_.unpack(self), w = w_.unpack(self), w_col = w_col_.unpack(self);
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    const auto dy = as_matrix(grad);
     const bool dx = task_should_compute_output(0), dw = task_should_compute_output(1),
                db = task_should_compute_output(2);
     const bool dx_fp8 = dx && in_fp8(products_.dgrad), dw_fp8 = dw && in_fp8(products_.wgrad);
 
-    ops::BackwardOperands q;
+    variable_list result(3);
     // Also where only the bias learns: g's history goes on, for when more does again.
     const bool quantizes = tape.defined() && (in_fp8(products_.dgrad) || in_fp8(products_.wgrad));
     if (quantizes) {
-      q = ops::quantize_backward(dy, dx_fp8 ? std::optional(w) : std::nullopt, tape, policy_, types_.type[kG],
-                                 types_.type[kW], ops::copies(dx_fp8, dw_fp8),
-                                 db ? std::optional(bias_dtype_) : std::nullopt, seeded_, records_);
+      auto gradients = ops::linear_backward({.g = grad,
+                                             .tape = tape,
+                                             .w = dx_fp8 ? w : Tensor(),
+                                             .w_col = dx_fp8 ? w_col : Tensor(),
+                                             .x_col = dw_fp8 ? x : Tensor(),
+                                             .policy = policy_,
+                                             .g_type = types_.type[kG],
+                                             .w_type = types_.type[kW],
+                                             .dx_sizes = x_like_.sizes,
+                                             .dx_type = x_like_.dtype,
+                                             .dw_type = w_like_.dtype,
+                                             .dx_fast = fast(products_.dgrad),
+                                             .dw_fast = fast(products_.wgrad),
+                                             .db_type = db ? std::optional(bias_dtype_) : std::nullopt,
+                                             .seeded = seeded_,
+                                             .records = records_});
+      result = {std::move(gradients.dx), std::move(gradients.dw), std::move(gradients.db)};
     } else if (records_) {
       ops::record(tape, policy_);
     }
+    if (records_ && inputs_) inputs_->record(input_);
 
-    variable_list result(3);
-    if (dx) result[0] = dx_fp8 ? dgrad(q, tape, dy.size(0)) : high(dy, w).to(x_like_.dtype);
-    if (dw) result[1] = dw_fp8 ? wgrad(q, tape, x) : high(dy.t(), as_matrix(x)).to(w_like_.dtype);
-    if (dx) result[0] = result[0].view(x_like_.sizes);
-    if (db) result[2] = quantizes ? q.sums : column_sums(dy);
+    const auto dy = [&] { return as_matrix(grad); };
+    if (dx && !dx_fp8) result[0] = high(dy(), w).to(x_like_.dtype).view(x_like_.sizes);
+    if (dw && !dw_fp8) result[1] = high(dy().t(), as_matrix(x)).to(w_like_.dtype);
+    if (db && !quantizes) result[2] = column_sums(dy());
     return result;
-  }
-
-  Tensor dgrad(const ops::BackwardOperands& q, const Tensor& tape, int64_t m) const {
-    return ops::mm(q.g_row, q.w_col, q.tape, 0, tape, ops::tape_word(kW), {}, m, w_like_.sizes[1], x_like_.dtype,
-                   fast(products_.dgrad));
-  }
-
-  Tensor wgrad(const ops::BackwardOperands& q, const Tensor& tape, const Tensor& x_col) const {
-    return ops::mm(q.g_col, x_col, q.tape, 0, tape, ops::tape_word(kX), {}, w_like_.sizes[0], w_like_.sizes[1],
-                   w_like_.dtype, fast(products_.wgrad));
   }
 
   // The bias gradient alone, by the same kernel and so in the same order.
   Tensor column_sums(const Tensor& dy) const {
     const auto any_step = at::ones({1}, dy.options().dtype(at::kFloat));
-    return ops::quantize_padded(dy, any_step, types_.type[kG], ops::kNoCopies, bias_dtype_).sums;
+    return ops::quantize_padded(dy, any_step, types_.type[kG], ops::kNoCopies, bias_dtype_, false).sums;
   }
 
   Tensor high(const Tensor& a, const Tensor& b) const { return at::mm(a.to(compute_), b.to(compute_)); }
@@ -197,6 +276,7 @@ class Fp8LinearBackward final : public torch::autograd::Node {
   }
 
   SavedVariable w_;
+  SavedVariable w_col_;
   SavedVariable x_;
   SavedVariable tape_;
   const Like x_like_;
@@ -206,6 +286,8 @@ class Fp8LinearBackward final : public torch::autograd::Node {
   const int32_t policy_;
   const bool seeded_;
   const bool records_;
+  const std::shared_ptr<InputHistory> inputs_;
+  const uint64_t input_;
   const OperandTypes types_;
   const Products products_;
 };
@@ -224,7 +306,6 @@ Tensor fp8_linear(const Tensor& x, const Tensor& w, const std::optional<Tensor>&
   {
     at::AutoDispatchBelowADInplaceOrView below_autograd;
     std::tie(y, saved) = call.run();
-    y = y.view(with_last(x.sizes(), w.size(0)));
   }
   if (needs_dx || needs_dw || needs_db) {
     const auto node = make_node<Fp8LinearBackward>(call, saved);

@@ -4,15 +4,19 @@
 #include <ATen/Functions.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/DeviceGuard.h>
-#include <torch/csrc/autograd/function_hook.h>
-#include <torch/csrc/autograd/variable.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 
 #include <algorithm>
 #include <atomic>
+#include <bit>
 #include <cstring>
 #include <map>
 #include <memory>
 #include <set>
+#include <shared_mutex>
+
+#include "leaf.h"
+#include "weight_copies.h"
 
 namespace octavo {
 namespace {
@@ -22,8 +26,18 @@ constexpr int64_t kStepsNeverTaken = 256;  // training forwards of one weight af
 
 constexpr int64_t word(std::size_t offset) { return static_cast<int64_t>(offset / sizeof(int32_t)); }
 
+// Held shared while kernels are launched that rely on a slot's history, and alone by what empties slots. Taken after
+// live().mutex, which nobody takes who holds this one.
+std::shared_mutex& emptying() {
+  static auto* mutex = new std::shared_mutex;
+  return *mutex;
+}
+
 struct LinearState {
-  explicit LinearState(Arena& in, int64_t owned_by) : arena(&in), handle(in.take_slot()), version(handle.generation) {
+  LinearState(Arena& in, int64_t owned_by) : arena(&in) {
+    const std::unique_lock lock(emptying());  // the slot may have been another one's
+    handle = in.take_slot();
+    version = handle.generation;
     if (owned_by) set_owner(owned_by);
   }
   ~LinearState() { arena->free_slot(handle, std::move(rings)); }
@@ -41,11 +55,16 @@ struct LinearState {
   // A record under another policy empties the rings, and may come late, from a backward of long ago: a state that has
   // known two policies is never sure again.
   void note_policy(int32_t id) { only_policy = only_policy == 0 || only_policy == id ? id : kSeveral; }
-  // Nothing else than this policy and steps of the owner move the slot (steps of others come from this stream too).
-  bool is_seeded(int32_t policy_id, int64_t owner) const {
-    const bool one_stream = arena->note_stream();
-    return only_policy == policy_id && (owner != 0 || one_stream) && arena->is_seeded(handle.slot, version) &&
-           !arena->is_capturing();
+  ops::SlotUse use(const ScalingPolicy& policy) {
+    ops::SlotUse slot{handle.slot, handle.generation, ring_of(policy.history_len)};
+    slot.alone = arena->note_stream();
+    slot.seeded = slot.alone && only_policy == policy.id && arena->is_seeded(handle.slot, version) &&
+                  !arena->is_capturing();  // a replay may come after the slot was emptied
+    return slot;
+  }
+  void empty(uint64_t history) {
+    version = arena->new_version();
+    inputs->reset(history);
   }
 
   static constexpr int32_t kSeveral = -1;
@@ -54,11 +73,10 @@ struct LinearState {
   int32_t version;
   int32_t only_policy = 0;  // that a backward may have recorded under, or that was loaded; 0: none yet
   Arena::Rings rings;
+  std::shared_ptr<InputHistory> inputs = std::make_shared<InputHistory>();
   std::vector<int32_t> custom;  // ids of the custom policies that used it
   int64_t trained = 0;          // training forwards
 };
-
-using ViewKey = std::vector<int64_t>;  // of a slice of the parameter: offset, sizes, strides; empty: the whole
 
 class ParameterState;
 struct Live {
@@ -74,7 +92,7 @@ Live& live() {
   return *instance;
 }
 
-class ParameterState final : public torch::autograd::FunctionPreHook {
+class ParameterState final : public ParameterHook {
  public:
   ParameterState() { live().parameters.insert(this); }
   ~ParameterState() override {
@@ -83,8 +101,6 @@ class ParameterState final : public torch::autograd::FunctionPreHook {
     live().slots_by_policy.clear();
     states.clear();
   }
-  torch::autograd::variable_list operator()(const torch::autograd::variable_list& grads) override { return grads; }
-  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override {}
 
   void set_owner(int64_t number) {
     owner = number;
@@ -94,36 +110,6 @@ class ParameterState final : public torch::autograd::FunctionPreHook {
   std::map<ViewKey, std::unique_ptr<LinearState>> states;
   int64_t owner = 0;
 };
-
-// The leaf whose state a weight has, and which part of it the weight is; an undefined tensor if there is none.
-std::pair<at::Tensor, ViewKey> leaf_of(const at::Tensor& weight) {
-  if (!weight.is_view()) return {weight.is_leaf() ? weight : at::Tensor(), {}};
-  auto base = weight._base();
-  if (!base.is_leaf()) return {};
-  // A part of a buffer that learns by itself is a parameter; a slice of a parameter is not, also under no_grad.
-  if (weight.is_leaf() && weight.requires_grad() && !base.requires_grad()) return {weight, {}};
-  ViewKey key = {weight.storage_offset()};
-  key.insert(key.end(), weight.sizes().begin(), weight.sizes().end());
-  key.insert(key.end(), weight.strides().begin(), weight.strides().end());
-  return {std::move(base), std::move(key)};
-}
-
-// Under live().mutex.
-ParameterState* find_parameter(const at::Tensor& leaf) {
-  auto* meta = torch::autograd::impl::get_autograd_meta(leaf);
-  if (!meta) return nullptr;
-  for (auto& hook : meta->hooks_)
-    if (auto* found = dynamic_cast<ParameterState*>(hook.get())) return found;
-  return nullptr;
-}
-
-ParameterState& parameter_state(const at::Tensor& leaf) {
-  if (auto* found = find_parameter(leaf)) return *found;
-  auto made = std::make_unique<ParameterState>();
-  auto& state = *made;
-  torch::autograd::impl::add_hook(leaf, std::move(made));
-  return state;
-}
 
 // The parameter moved to another device: its values follow it.
 std::unique_ptr<LinearState> moved(LinearState& from, Arena& to, int64_t owner) {
@@ -141,6 +127,7 @@ std::unique_ptr<LinearState> moved(LinearState& from, Arena& to, int64_t owner) 
   to.slot_words(state->handle.slot).copy_(words);
   state->custom = from.custom;
   state->only_policy = from.only_policy;
+  state->inputs->reset(from.inputs->value());
   return state;
 }
 
@@ -183,29 +170,47 @@ void note_use(LinearState& state, const ScalingPolicy& policy, bool trains) {
   }
 }
 
+// Equal contents, equal steps: of what a slot holds for x.
+uint64_t hash_of_input(const std::string& policy, const at::Tensor& scale, const at::Tensor& pending,
+                       const at::Tensor& seeded, const at::Tensor& history) {
+  const auto row = history.to(at::kCPU, at::kFloat).contiguous();
+  const std::string values(reinterpret_cast<const char*>(row.const_data_ptr<float>()), sizeof(float) * row.size(1));
+  const auto bits = [](float value) { return std::bit_cast<uint32_t>(value); };
+  uint64_t hash = InputHistory::mixed(std::hash<std::string>()(policy), std::hash<std::string>()(values));
+  hash = InputHistory::mixed(hash, bits(scale.const_data_ptr<float>()[kX]));
+  hash = InputHistory::mixed(hash, bits(pending.const_data_ptr<float>()[kX]));
+  return InputHistory::mixed(hash, seeded.const_data_ptr<bool>()[kX]);
+}
+
 at::Tensor oldest_first(const at::Tensor& ring, int64_t cursor) { return at::roll(ring, -cursor, 0); }
 
 }  // namespace
 
 bool can_hold_state(const at::Tensor& weight) { return !weight.is_inference() && leaf_of(weight).first.defined(); }
 
-ops::SlotUse slot_of(const at::Tensor& weight, const ScalingPolicy& policy, bool trains) {
-  if (policy.kind == ScalingKind::kDynamic || weight.is_inference()) return {};
+SlotHold slot_of(const at::Tensor& weight, const ScalingPolicy& policy, bool trains) {
+  SlotHold hold;
+  if (policy.kind == ScalingKind::kDynamic || weight.is_inference()) return hold;
   auto [leaf, key] = leaf_of(weight);
-  if (!leaf.defined()) return {};
+  if (!leaf.defined()) return hold;
   std::lock_guard lock(live().mutex);
-  auto& parameter = parameter_state(leaf);
-  auto* state = state_of(parameter, leaf, key, weight.device());
-  if (!state) return {};
+  auto* state = state_of(hook_of<ParameterState>(leaf), leaf, key, weight.device());
+  if (!state) return hold;
   note_use(*state, policy, trains);
-  return {state->handle.slot, state->handle.generation, state->ring_of(policy.history_len),
-          state->is_seeded(policy.id, parameter.owner)};
+  hold.use = state->use(policy);
+  // A dispatch mode would run code of its own while the lock is held, which may come back for it.
+  if (c10::impl::TorchDispatchModeTLS::any_modes_set()) hold.use.seeded = false;
+  if (hold.use.seeded) hold.lock = std::shared_lock(emptying());
+  const bool follows = policy.kind != ScalingKind::kCustom && state->only_policy == policy.id;
+  hold.history = follows ? state->inputs->value() : SlotHold::kUnknown;
+  if (trains) hold.inputs = state->inputs;
+  return hold;
 }
 
 std::vector<std::vector<int64_t>> slices_of(const at::Tensor& parameter) {
   std::lock_guard lock(live().mutex);
   std::vector<std::vector<int64_t>> slices;
-  if (auto* state = find_parameter(parameter))
+  if (auto* state = find_hook<ParameterState>(parameter))
     for (auto& [key, linear] : state->states)
       if (!key.empty()) slices.push_back(key);
   return slices;
@@ -216,7 +221,7 @@ std::optional<StateTensors> read_state(const at::Tensor& weight) {
   if (!leaf.defined()) return std::nullopt;
   std::lock_guard lock(live().mutex);
   const WithoutModes without_modes;
-  auto* parameter = find_parameter(leaf);
+  auto* parameter = find_hook<ParameterState>(leaf);
   if (!parameter || !parameter->states.contains(key)) return std::nullopt;
   auto& state = *parameter->states[key];
   const auto words = state.arena->slot_words(state.handle.slot).to(at::kCPU, /*non_blocking=*/false, /*copy=*/true);
@@ -255,12 +260,14 @@ void write_state(const at::Tensor& weight, const StateTensors& state) {
 
   std::lock_guard lock(live().mutex);
   const WithoutModes without_modes;
-  auto& parameter = parameter_state(leaf);
+  auto& parameter = hook_of<ParameterState>(leaf);
   auto* linear = state_of(parameter, leaf, key, weight.device());
   TORCH_CHECK(linear, "octavo: the parameter already has states for ", kMaxViews, " slices");
   note_use(*linear, policy, /*trains=*/false);
   linear->note_policy(policy.id);
-  linear->version = linear->arena->new_version();
+  const std::unique_lock emptied(emptying());
+  linear->arena->note_stream();
+  linear->empty(hash_of_input(state.policy, scale, pending, seeded, state.history));
   Slot slot = {};
   slot.generation = linear->handle.generation;
   slot.version = linear->version;
@@ -284,7 +291,7 @@ int64_t claim(at::TensorList parameters, int64_t owner, bool take_over) {
   const WithoutModes without_modes;
   int64_t changed = 0;
   for (const auto& parameter : parameters) {
-    auto* state = find_parameter(parameter);
+    auto* state = find_hook<ParameterState>(parameter);
     if (!state || state->owner == owner || (state->owner && !take_over)) continue;
     state->set_owner(owner);
     ++changed;
@@ -303,12 +310,14 @@ int64_t states_made() { return live().made; }
 
 void reset_states() {
   std::lock_guard lock(live().mutex);
+  const std::unique_lock emptied(emptying());
   const WithoutModes without_modes;
+  for (auto* arena : Arena::all()) arena->note_stream();
   for (auto* parameter : live().parameters)
     for (auto& [key, linear] : parameter->states) {
       auto words = linear->arena->slot_words(linear->handle.slot);
       words.narrow(0, word(offsetof(Slot, policy)), word(sizeof(Slot) - offsetof(Slot, policy))).zero_();
-      linear->version = linear->arena->new_version();
+      linear->empty(InputHistory::kEmpty);
       words[word(offsetof(Slot, version))].fill_(linear->version);
       linear->trained = 0;
     }
@@ -330,10 +339,17 @@ std::vector<at::Tensor> slots_using(const ScalingPolicy& policy) {
 }
 
 void advance_states(int64_t owner, const std::optional<at::Tensor>& found_inf) {
-  ++live().steps;
+  const auto step = static_cast<uint64_t>(++live().steps);
+  {
+    std::lock_guard lock(live().mutex);
+    for (auto* parameter : live().parameters)
+      for (auto& [key, linear] : parameter->states)
+        if (owner == 0 || parameter->owner == 0 || parameter->owner == owner) linear->inputs->advance(step);
+  }
+  weights_changed();
   for (auto* arena : Arena::all()) {
     if (arena->view().slot_count == 0) continue;
-    arena->note_stream();
+    arena->note_advance();
     const auto anchor = arena->anchor();
     const auto flag = found_inf
                           ? std::optional(found_inf->to(anchor.options().dtype(at::kFloat), /*non_blocking=*/true))

@@ -6,19 +6,32 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <memory>
 #include <optional>
+#include <shared_mutex>
 #include <string>
 #include <vector>
 
 #include "arena.h"
 #include "ops/primitives.h"
 #include "policy.h"
+#include "shared_input.h"
 
 namespace octavo {
 
+// The slot of a weight, for one forward. Held until its kernels are launched, so that a history that they rely on
+// stays.
+struct SlotHold {
+  static constexpr uint64_t kUnknown = ~uint64_t{0};  // equal to no other one's
+  ops::SlotUse use;
+  uint64_t history = InputHistory::kStateless;  // of x, as it is now (shared_input.h)
+  std::shared_ptr<InputHistory> inputs;         // for a backward to record in; null: it will not
+  std::shared_lock<std::shared_mutex> lock;
+};
+
 // The slot of a weight under a policy, made on first use. Stateless: dynamic scaling, and weights that are neither a
 // leaf nor a view of one. `trains` counts the uses that a backward may follow.
-ops::SlotUse slot_of(const at::Tensor& weight, const ScalingPolicy& policy, bool trains);
+SlotHold slot_of(const at::Tensor& weight, const ScalingPolicy& policy, bool trains);
 
 // Whether a weight can hold state: it is a leaf, or a view of one.
 bool can_hold_state(const at::Tensor& weight);

@@ -26,6 +26,8 @@ struct Region final : c10::DebugInfoBase, std::enable_shared_from_this<Region> {
   ScalingPolicy policy;
   Products products;
   bool include_float32;
+  bool share_inputs;
+  bool keep_fp8_weights;
 
  private:
   std::vector<at::Tensor> excluded_;  // keeps them alive, so that their identity stays theirs

@@ -58,8 +58,8 @@ struct ArenaView {
   static constexpr int kChunks = 14;
   Slot* slots[kChunks];
   float* floats[kChunks];
-  int32_t* seeded[kChunks];  // as `slots`, kOperands each: the slot's version, once the operand has a history. Memory
-                             // that the host reads without waiting: what it finds there was true, and stays so
+  int32_t* seeded[kChunks];  // as `slots`, kOperands each: the slot's version, written after the operand's first
+                             // history under it, in memory that the host can read without waiting
   int32_t slot_count;        // slots ever handed out; a freed one keeps its contents until it is taken again
 };
 

@@ -126,10 +126,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksAtOnce) amax_kernel(const __g
   const bool is_second = blockIdx.x >= launch.args[0].blocks;
   const AmaxArgs& p = launch.args[is_second];
   const uint32_t block = blockIdx.x - (is_second ? launch.args[0].blocks : 0);
-  if (blockIdx.x == 0 && launch.forward.tape != nullptr) {
-    if (threadIdx.x == 0) begin_tape(launch.forward);
-    if (threadIdx.x < kG) launch.forward.tape->operand[threadIdx.x].scale = step_of_slot(launch.forward, threadIdx.x);
-  }
+  if (blockIdx.x == 0 && launch.forward.tape != nullptr) write_tape<true>(launch.forward);
   const float known = p.known != nullptr ? *p.known : step_of_slot(launch.forward, p.operand);
   Seen seen;
   if (known == 0.0f) {

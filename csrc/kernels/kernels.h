@@ -35,7 +35,11 @@ struct Forward {
   int32_t x_peaks = 0;  // room on the tape
   int32_t w_peaks = 0;
   Tape* tape = nullptr;
+  const Tape* x_tape = nullptr;  // of an earlier forward whose copies of x are used: its step and peaks are taken over
+  const Tape* w_tape = nullptr;  // the same of w
 };
+// The tape alone, where nothing is measured or quantised.
+void begin_tape(const Forward& forward, cudaStream_t stream);
 
 // One tensor whose amax is wanted.
 struct Measure {

@@ -80,7 +80,7 @@ __device__ inline int block_col() { return static_cast<int>(threadIdx.x % 16) * 
 template <bool kSums>
 __device__ inline void prepare(const QuantizeLaunch& launch, const QuantizeArgs& p, bool is_first_tile,
                                QuantizeShared<kSums>& s) {
-  if (blockIdx.x == 0 && threadIdx.x == kWarp && p.source == StepSource::kSlot) begin_tape(launch.forward);
+  if (blockIdx.x == 0 && p.source == StepSource::kSlot) write_tape<false>(launch.forward);
   if (threadIdx.x >= kWarp) return;
   float step;
   if (p.source == StepSource::kSlot) {

@@ -39,11 +39,9 @@ __device__ inline void record(const EndOfBackward& end) {
   __shared__ Peak of_warps[kOperands][kThreads / kWarp];
   const Tape& tape = *end.tape;
   const int operand = threadIdx.x / kThreads;
-  const Peak* const x_peaks = reinterpret_cast<const Peak*>(end.tape + 1);
-  const Peak* peaks = x_peaks;
-  int32_t count = tape.operand[kX].peaks;
-  if (operand == kW) peaks = x_peaks + tape.operand[kX].peaks, count = tape.operand[kW].peaks;
-  if (operand == kG) peaks = end.g_peaks, count = end.g_count;
+  const bool is_g = operand == kG;
+  const Peak* const peaks = is_g ? end.g_peaks : peaks_on(tape, operand);
+  const int32_t count = is_g ? end.g_count : tape.operand[operand].peaks;
   const Peak seen = combined(peaks, count, of_warps[operand]);
 
   Slot* slot = slot_of(tape, end.arena);
@@ -91,6 +89,8 @@ __global__ void __launch_bounds__(kEndThreads) end_backward_kernel(const __grid_
   sum_columns<T>(end, blockIdx.x - recorders);
 }
 
+__global__ void begin_tape_kernel(const __grid_constant__ Forward forward) { write_tape<true>(forward); }
+
 __global__ void reduce_peaks_kernel(const Peak* peaks, int32_t count, float* amax) {
   const float largest = largest_peak(peaks, count);
   if (threadIdx.x == 0) *amax = largest;
@@ -118,11 +118,14 @@ __global__ void __launch_bounds__(kThreads)
   const float amax = operand.pending;
   const ScalingPolicy& policy = slot.policy;
   const bool leader = threadIdx.x % kWarp == 0;
-  const bool moves = amax > 0.0f && policy.history_len > 0;
-  if (leader && (moves || operand.seeded != 0)) {
+  const auto tell_host = [&] {
+    __threadfence_system();  // what is told is true before it is
     seeded_at(arena, static_cast<int32_t>(number / kOperands))[o] = slot.version;
+  };
+  if (!(amax > 0.0f) || policy.history_len <= 0) {
+    if (leader && operand.seeded != 0) tell_host();
+    return;
   }
-  if (!moves) return;
 
   const bool first = operand.seeded == 0;
   const int32_t cursor = operand.cursor;
@@ -144,6 +147,7 @@ __global__ void __launch_bounds__(kThreads)
   if (policy.kind == ScalingKind::kCustom) operand.due = 1;
   // A custom policy's step comes later, from the recipe. Until its first one the built-in formula stands in.
   if (policy.kind != ScalingKind::kCustom || first) operand.scale = step_from_amax(considered, policy, o);
+  tell_host();
 }
 
 }  // namespace
@@ -157,6 +161,11 @@ void end_backward(const EndOfBackward& end, cudaStream_t stream) {
   dispatch(end.sums_dtype, [&]<typename T>() {
     end_backward_kernel<T><<<static_cast<unsigned>(blocks), kEndThreads, 0, stream>>>(end);
   });
+  OCTAVO_CHECK(cudaGetLastError());
+}
+
+void begin_tape(const Forward& forward, cudaStream_t stream) {
+  begin_tape_kernel<<<1, kThreads, 0, stream>>>(forward);
   OCTAVO_CHECK(cudaGetLastError());
 }
 

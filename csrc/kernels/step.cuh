@@ -71,9 +71,26 @@ __device__ inline float step_of_slot(const Forward& forward, int32_t operand) {
   return is_ours && state.seeded != 0 ? state.scale : 0.0f;
 }
 
-// All of the tape but the steps of x and w. By one thread.
-__device__ inline void begin_tape(const Forward& forward) {
+__device__ inline const Peak* peaks_on(const Tape& tape, int32_t operand) {
+  return reinterpret_cast<const Peak*>(&tape + 1) + (operand == kW ? tape.operand[kX].peaks : 0);
+}
+
+// What a tape takes over of an earlier one. By a whole block.
+__device__ inline void take_over(const Tape& from, int32_t operand, int32_t count, Tape& tape, Peak* peaks) {
+  if (threadIdx.x == 0) tape.operand[operand].scale = from.operand[operand].scale;
+  for (int32_t i = threadIdx.x; i < count; i += blockDim.x) peaks[i] = peaks_on(from, operand)[i];
+}
+
+// By a whole block. kSteps: the slot's steps of x and w too; without, the cast writes those.
+template <bool kSteps>
+__device__ inline void write_tape(const Forward& forward) {
   Tape& tape = *forward.tape;
+  Peak* const peaks = reinterpret_cast<Peak*>(&tape + 1);
+  if (forward.x_tape != nullptr) take_over(*forward.x_tape, kX, forward.x_peaks, tape, peaks);
+  if (forward.w_tape != nullptr) take_over(*forward.w_tape, kW, forward.w_peaks, tape, peaks + forward.x_peaks);
+  if (threadIdx.x != 0) return;
+  if (kSteps && forward.x_tape == nullptr) tape.operand[kX].scale = step_of_slot(forward, kX);
+  if (kSteps && forward.w_tape == nullptr) tape.operand[kW].scale = step_of_slot(forward, kW);
   tape.operand[kG].scale = step_of_slot(forward, kG);
   tape.slot = forward.slot;
   tape.generation = forward.generation;

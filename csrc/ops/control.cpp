@@ -11,6 +11,7 @@
 #include "../region.h"
 #include "../report.h"
 #include "../step.h"
+#include "../weight_copies.h"
 #include "device.h"
 #include "gemm_tables.h"
 #include "primitives.h"
@@ -51,10 +52,10 @@ std::shared_ptr<const Recipe> parse_recipe(const std::string& kind, int64_t hist
 struct RegionHandle final : torch::CustomClassHolder {
   RegionHandle(bool enabled, const std::string& kind, int64_t history_len, double margin, bool power_of_two,
                const std::string& identity, const std::vector<std::string>& products, const std::string& format,
-               bool include_float32, std::vector<Tensor> exclude)
-      : region(std::make_shared<Region>(
-            parse_recipe(kind, history_len, margin, power_of_two, identity, products),
-            AutocastOptions{enabled, parse_format(format), std::move(exclude), include_float32})) {}
+               bool include_float32, bool share_inputs, bool keep_fp8_weights, std::vector<Tensor> exclude)
+      : region(std::make_shared<Region>(parse_recipe(kind, history_len, margin, power_of_two, identity, products),
+                                        AutocastOptions{enabled, parse_format(format), std::move(exclude),
+                                                        include_float32, share_inputs, keep_fp8_weights})) {}
 
   void enter() { push_region(region); }
   void exit() { pop_region(region); }
@@ -116,10 +117,15 @@ TORCH_LIBRARY_FRAGMENT(octavo, m) {
   using namespace octavo;
   m.class_<RegionHandle>("Region")
       .def(torch::init<bool, const std::string&, int64_t, double, bool, const std::string&,
-                       const std::vector<std::string>&, const std::string&, bool, std::vector<Tensor>>())
+                       const std::vector<std::string>&, const std::string&, bool, bool, bool, std::vector<Tensor>>())
       .def("enter", &RegionHandle::enter)
       .def("exit", &RegionHandle::exit)
       .def("make_default", &RegionHandle::make_default);
+  m.def("_enter_weight_scope() -> ()", &enter_weight_scope);
+  m.def("_leave_weight_scope() -> ()", &leave_weight_scope);
+  m.def("_forget_streams() -> ()", [] {
+    for (auto* arena : Arena::all()) arena->forget_streams();
+  });
   m.def("_clear_default() -> ()", [] { set_default_region(nullptr); });
   m.def("_is_active() -> bool", [] { return active_region() != nullptr; });
   m.def("_claim(Tensor[] parameters, int owner, bool take_over) -> int",
@@ -149,7 +155,7 @@ TORCH_LIBRARY_FRAGMENT(octavo, m) {
   m.def("_slot_of(Tensor weight, str policy) -> (int slot, int generation, int ring, bool seeded, int policy)",
         [](const Tensor& weight, const std::string& key) -> std::tuple<int64_t, int64_t, int64_t, bool, int64_t> {
           const auto& policy = policy_by_key(key);
-          const auto slot = slot_of(weight, policy, /*trains=*/false);
+          const auto slot = slot_of(weight, policy, /*trains=*/false).use;
           return {slot.slot, slot.generation, slot.ring, slot.seeded, policy.id};
         });
   m.def("_slices(Tensor parameter) -> int[][]", &slices_of);

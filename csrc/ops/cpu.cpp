@@ -86,6 +86,12 @@ Tensor column_sums(const Tensor& x, at::ScalarType dtype) {
 }
 
 Tensor empty_float() { return at::empty({0}, at::kFloat); }
+// Not filled, which would go by way of a double and lose a subnormal where those are flushed.
+Tensor float_tensor(float value) {
+  auto tensor = at::empty({}, at::kFloat);
+  *tensor.mutable_data_ptr<float>() = value;
+  return tensor;
+}
 
 // The two copies of a matrix.
 std::pair<Tensor, Tensor> padded_copies(const Tensor& x, float step, at::ScalarType type, int64_t wanted) {
@@ -105,58 +111,12 @@ float resolve_step(float of_history, Peak peak, Operand operand, const ScalingPo
 
 // ---- Ops
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> quantize_forward(const Tensor& x, const Tensor& w, int64_t slot,
-                                                                    int64_t generation, int64_t ring, bool seeded,
-                                                                    int64_t policy_id, at::ScalarType x_type,
-                                                                    at::ScalarType w_type, int64_t x_copies,
-                                                                    int64_t w_copies, bool records) {
-  const auto& policy = policy_by_id(policy_id);
-  const int64_t x_peaks = records && x_copies ? 1 : 0, w_peaks = records && w_copies ? 1 : 0;
-  auto words = at::zeros({kTapeWords + x_peaks + w_peaks}, at::kInt);
-  auto& tape = *static_cast<Tape*>(words.mutable_data_ptr());
-  auto* peaks = reinterpret_cast<Peak*>(&tape + 1);
-  tape.slot = static_cast<int32_t>(slot);
-  tape.generation = static_cast<int32_t>(generation);
-  tape.ring = static_cast<int32_t>(ring);
-  tape.operand[kX].peaks = static_cast<int32_t>(x_peaks);
-  tape.operand[kW].peaks = static_cast<int32_t>(w_peaks);
-  for (const auto operand : {kX, kW, kG}) {
-    tape.operand[operand].scale = step_of_slot(slot, generation, operand, policy);
-    TORCH_INTERNAL_ASSERT(!seeded || tape.operand[operand].scale != 0, "a history that was known is gone");
-  }
-  const auto use = [&](const Tensor& operand, Operand which, at::ScalarType type, int64_t wanted, Peak* recorded) {
-    if (!wanted) return std::pair<Tensor, Tensor>();
-    const Peak peak = measure(operand);
-    if (records) *recorded = peak;
-    tape.operand[which].scale = resolve_step(tape.operand[which].scale, peak, which, policy);
-    return padded_copies(operand, tape.operand[which].scale, type, wanted);
-  };
-  auto [x_row, x_col] = use(x, kX, x_type, x_copies, peaks);
-  auto [w_row, w_col] = use(w, kW, w_type, w_copies, peaks + x_peaks);
-  return {x_row, x_col, w_row, w_col, words};
-}
-
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> quantize_backward(
-    const Tensor& g, const std::optional<Tensor>& w, const Tensor& tape_words, int64_t policy_id, at::ScalarType g_type,
-    at::ScalarType w_type, int64_t g_copies, std::optional<at::ScalarType> sums, bool, bool records) {
-  const auto& policy = policy_by_id(policy_id);
-  const auto& tape = *static_cast<const Tape*>(tape_words.const_data_ptr());
-  const Peak peak = measure(g);
-  auto g_tape = at::empty({1}, at::kFloat);
-  float& step = *g_tape.mutable_data_ptr<float>();
-  step = resolve_step(tape.operand[kG].scale, peak, kG, policy);
-  auto [g_row, g_col] = padded_copies(g, step, g_type, g_copies);
-  Tensor w_col;
-  if (w) w_col = padded_copies(*w, tape.operand[kW].scale, w_type, kCol).second;
-  if (records) record(tape_words, peak, policy);
-  return {g_row, g_col, w_col, sums ? column_sums(g, *sums) : Tensor(), g_tape.view(at::kInt)};
-}
-
 std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_padded(const Tensor& x, const Tensor& step, at::ScalarType type,
-                                                           int64_t wanted, std::optional<at::ScalarType> sums) {
+                                                           int64_t wanted, std::optional<at::ScalarType> sums,
+                                                           bool wants_amax) {
   auto [row, col] = padded_copies(x, float32_step(step), type, wanted);
-  auto amax = at::empty({}, at::kFloat);
-  *amax.mutable_data_ptr<float>() = amax_of(measure(x));
+  Tensor amax;
+  if (wants_amax) amax = float_tensor(amax_of(measure(x)));
   return {row, col, sums ? column_sums(x, *sums) : Tensor(), amax};
 }
 
@@ -168,9 +128,7 @@ std::tuple<Tensor, Tensor> quantize(const Tensor& x, const Tensor& scale, at::Sc
   const auto flat = as_matrix(x);
   auto q = at::empty(x.sizes(), at::TensorOptions().dtype(at::kByte));
   cast_rows(flat, Caster(dtype, float32_step(scale)), q.mutable_data_ptr<uint8_t>(), flat.size(1));
-  auto amax = at::empty({}, at::kFloat);
-  *amax.mutable_data_ptr<float>() = amax_of(measure(flat));
-  return {q.view(dtype), amax};
+  return {q.view(dtype), float_tensor(amax_of(measure(flat)))};
 }
 
 // The codes of a matrix as float64.
@@ -230,13 +188,95 @@ void mm_into(const Tensor& d, const Tensor& a, const Tensor& b, const Tensor& sc
   d.copy_(mm_in_float32(a, b, sa, sb, {}, d.size(0), d.size(1), d));
 }
 
+using OptionalTensor = std::optional<Tensor>;
+
+const Tape& tape_of(const Tensor& words) { return *static_cast<const Tape*>(words.const_data_ptr()); }
+const Peak* peaks_of(const Tape& tape, Operand operand) {
+  return reinterpret_cast<const Peak*>(&tape + 1) + (operand == kW ? tape.operand[kX].peaks : 0);
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> linear_forward(
+    const Tensor& x, const Tensor& w, const OptionalTensor& bias, int64_t slot, int64_t generation, int64_t ring, bool,
+    bool, int64_t policy_id, at::ScalarType x_type, at::ScalarType w_type, at::ScalarType y_type, bool wants_y,
+    bool fast, bool records, int64_t x_keep, int64_t w_keep, const OptionalTensor& given_x,
+    const OptionalTensor& x_tape, const OptionalTensor& given_w, const OptionalTensor& w_tape) {
+  const auto& policy = policy_by_id(policy_id);
+  const auto x2 = as_matrix(x);
+  const bool uses_x = x_keep || wants_y, uses_w = w_keep || wants_y;
+  auto words = at::zeros({kTapeWords + (records && uses_x) + (records && uses_w)}, at::kInt);
+  auto& tape = *static_cast<Tape*>(words.mutable_data_ptr());
+  auto* peaks = reinterpret_cast<Peak*>(&tape + 1);
+  tape.slot = static_cast<int32_t>(slot);
+  tape.generation = static_cast<int32_t>(generation);
+  tape.ring = static_cast<int32_t>(ring);
+  for (const auto operand : {kX, kW, kG}) tape.operand[operand].scale = step_of_slot(slot, generation, operand, policy);
+
+  const Copies use = wants_y ? kRow : kNoCopies;
+  // `from`: the tape of copies made before, whose step and peak are taken over.
+  const auto quantized = [&](bool uses, const OptionalTensor& from, const Tensor& matrix, Operand which,
+                             at::ScalarType type, Copies wanted) {
+    auto& operand = tape.operand[which];
+    const Peak peak = from || !uses ? 0 : measure(matrix);
+    if (from) operand.scale = tape_of(*from).operand[which].scale;
+    if (!from && uses) operand.scale = resolve_step(operand.scale, peak, which, policy);
+    if (records && uses) {
+      *peaks++ = from ? peaks_of(tape_of(*from), which)[0] : peak;
+      operand.peaks = 1;
+    }
+    return from || !uses ? std::pair<Tensor, Tensor>() : padded_copies(matrix, operand.scale, type, wanted);
+  };
+  auto [x_row, x_col] = quantized(uses_x, x_tape, x2, kX, x_type, x_keep | use);
+  auto [w_row, w_col] = quantized(uses_w, w_tape, w, kW, w_type, w_keep | use);
+  Tensor y;
+  if (wants_y) {
+    auto sizes = x.sizes().vec();
+    sizes.back() = w.size(0);
+    y = mm(given_x ? *given_x : x_row, given_w ? *given_w : w_row, words, tape_word(kX), words, tape_word(kW), bias,
+           x2.size(0), w.size(0), y_type, fast)
+            .view(sizes);
+  }
+  const auto kept = [](const Tensor& copy, bool keep) { return keep ? copy : Tensor(); };
+  return {y,
+          kept(x_row, x_keep & kRow),
+          kept(x_col, x_keep & kCol),
+          kept(w_row, w_keep & kRow),
+          kept(w_col, w_keep & kCol),
+          words};
+}
+
+std::tuple<Tensor, Tensor, Tensor> linear_backward(const Tensor& g, const Tensor& words, const OptionalTensor& w,
+                                                   const OptionalTensor& given_w_col, const OptionalTensor& x_col,
+                                                   int64_t policy_id, at::ScalarType g_type, at::ScalarType w_type,
+                                                   at::IntArrayRef dx_sizes, at::ScalarType dx_type,
+                                                   at::ScalarType dw_type, bool dx_fast, bool dw_fast,
+                                                   std::optional<at::ScalarType> db_type, bool seeded, bool records) {
+  const auto& policy = policy_by_id(policy_id);
+  const auto& tape = tape_of(words);
+  TORCH_INTERNAL_ASSERT(!seeded || tape.operand[kG].scale != 0, "a step that was known is not on the tape");
+  const auto g2 = as_matrix(g);
+  const bool wants_dx = w || given_w_col;
+  const Peak peak = measure(g2);
+  const float step = resolve_step(tape.operand[kG].scale, peak, kG, policy);
+  const auto g_step = float_tensor(step).view({1}).view(at::kInt);
+  auto [g_row, g_col] = padded_copies(g2, step, g_type, copies(wants_dx, x_col.has_value()));
+  if (records) record(words, peak, policy);
+  Tensor dx, dw;
+  if (wants_dx) {
+    const auto w_col = given_w_col ? *given_w_col : padded_copies(*w, tape.operand[kW].scale, w_type, kCol).second;
+    dx = mm(g_row, w_col, g_step, 0, words, tape_word(kW), {}, g2.size(0), dx_sizes.back(), dx_type, dx_fast)
+             .view(dx_sizes);
+  }
+  if (x_col) dw = mm(g_col, *x_col, g_step, 0, words, tape_word(kX), {}, g2.size(1), dx_sizes.back(), dw_type, dw_fast);
+  return {dx, dw, db_type ? column_sums(g2, *db_type) : Tensor()};
+}
+
 }  // namespace octavo::ops::cpu
 
 TORCH_LIBRARY_IMPL(octavo, CPU, m) {
   namespace cpu = octavo::ops::cpu;
   m.impl("quantize", &cpu::quantize);
-  m.impl("_quantize_forward", &cpu::quantize_forward);
-  m.impl("_quantize_backward", &cpu::quantize_backward);
+  m.impl("_linear_forward", &cpu::linear_forward);
+  m.impl("_linear_backward", &cpu::linear_backward);
   m.impl("_quantize_padded", &cpu::quantize_padded);
   m.impl("_mm", &cpu::mm);
   m.impl("_mm_into", &cpu::mm_into);

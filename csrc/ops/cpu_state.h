@@ -11,7 +11,7 @@ namespace octavo::ops {
 // history.
 float step_of_slot(int64_t slot, int64_t generation, Operand operand, const ScalingPolicy& policy);
 
-// A backward's record. pending = max(pending, amax), for x and w from the tape, and for g.
+// A backward's record: pending = max(pending, amax), for x and w from the tape, and for g.
 void record(const at::Tensor& tape, Peak g, const ScalingPolicy& policy);
 
 }  // namespace octavo::ops

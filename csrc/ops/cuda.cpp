@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The ops on a GPU but for the products (cuda_gemm.cpp): check, prepare, dispatch to csrc/kernels. Nothing here
-// computes.
+// The ops on a GPU but for linears (cuda_linear.cpp) and products (cuda_gemm.cpp): check, prepare, dispatch to
+// csrc/kernels. Nothing here computes.
 #include <ATen/Functions.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/library.h>
@@ -16,151 +16,49 @@ namespace octavo::ops::cuda {
 
 using at::Tensor;
 
-// A quantisation, with room for its copies.
-struct Job {
-  Job(const Tensor& x, Operand operand, at::ScalarType type, int64_t copies) {
-    q.x = matrix_of(x);
-    q.operand = operand;
-    q.format = fp8_of(type);
-    q.padded_rows = round_up_16(x.size(0));
-    q.padded_cols = round_up_16(x.size(1));
-    const auto make = [&](int64_t rows, int64_t cols, uint8_t*& place) {
-      auto copy = empty({rows, cols}, type, x.device());
-      place = static_cast<uint8_t*>(copy.mutable_data_ptr());
-      return copy;
-    };
-    if (copies & kRow) row = make(q.padded_rows, q.padded_cols, q.row);
-    if (copies & kCol) col = make(q.padded_cols, q.padded_rows, q.col);
-  }
-
-  kernels::Quantize q;
-  Tensor row, col;
-};
-
-// The sums of a quantisation's columns, which `end` is to complete.
-struct ColumnSums {
-  ColumnSums(Job& job, std::optional<at::ScalarType> dtype, c10::Device device, kernels::EndOfBackward& end) {
-    if (!dtype) return;
-    constexpr int64_t rows = kernels::Quantize::kSumRows;
-    end.tiles = (job.q.x.rows + rows - 1) / rows;
-    end.cols = job.q.x.cols;
-    partial = empty({end.tiles, end.cols}, at::kFloat, device);
-    sums = empty({end.cols}, *dtype, device);
-    job.q.column_sums = partial.mutable_data_ptr<float>();
-    end.partial_sums = job.q.column_sums;
-    end.sums = sums.mutable_data_ptr();
-    end.sums_dtype = dtype_of(*dtype);
-  }
-
-  Tensor partial, sums;
-};
-
-// Room for what measure_amax finds in a tensor, which the quantisation then takes its step from.
-kernels::Measure measure_before(Job& job, const float* known, const Tensor& room, int64_t position) {
-  kernels::Measure measure{.x = job.q.x, .operand = job.q.operand, .known = known};
-  measure.peaks = peaks_at(room, position);
-  job.q.measured = measure.peaks;
-  job.q.measured_count = kernels::peaks_of(measure);
-  job.q.source = kernels::StepSource::kHistory;
-  return measure;
-}
-
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> quantize_forward(const Tensor& x, const Tensor& w, int64_t slot,
-                                                                    int64_t generation, int64_t ring, bool seeded,
-                                                                    int64_t policy_id, at::ScalarType x_type,
-                                                                    at::ScalarType w_type, int64_t x_copies,
-                                                                    int64_t w_copies, bool records) {
-  const c10::cuda::CUDAGuard guard(x.device());
-  const auto stream = stream_of(x);
-  const auto& policy = policy_by_id(policy_id);
-  Job x_job(x, kX, x_type, x_copies), w_job(w, kW, w_type, w_copies);
-
-  kernels::Forward forward;
-  forward.slot = static_cast<int32_t>(slot);
-  forward.generation = static_cast<int32_t>(generation);
-  forward.ring = static_cast<int32_t>(ring);
-  forward.x_peaks = records && x_copies ? kernels::tiles_of(x_job.q) : 0;
-  forward.w_peaks = records && w_copies ? kernels::tiles_of(w_job.q) : 0;
-  forward.policy = policy.id;
-  if (slot >= 0) forward.place = Arena::of(x.device()).slot_at(forward.slot);
-  auto tape = empty({kTapeWords + forward.x_peaks + forward.w_peaks}, at::kInt, x.device());
-  forward.tape = reinterpret_cast<Tape*>(tape.mutable_data_ptr());
-
-  std::array<Job*, 2> wanted = {&x_job, &w_job};
-  const int count = x_copies && w_copies ? 2 : 1;
-  if (!x_copies) wanted[0] = &w_job;
-  std::array<kernels::Quantize, 2> quantizations;
-  std::array<kernels::Measure, 2> measures;
-  Tensor room;
-  if (!seeded) room = empty({count * kernels::Measure::kMaxPeaks}, at::kInt, x.device());
-  int64_t peaks = kTapeWords;
-  for (int i = 0; i < count; ++i) {
-    auto& q = wanted[i]->q;
-    q.given = q.used = float_at(tape, tape_word(q.operand));
-    q.source = kernels::StepSource::kSlot;
-    if (!seeded) measures[i] = measure_before(*wanted[i], nullptr, room, i * kernels::Measure::kMaxPeaks);
-    if (records) q.peaks = peaks_at(tape, peaks);
-    peaks += q.operand == kX ? forward.x_peaks : forward.w_peaks;
-    quantizations[i] = q;
-  }
-  if (!seeded) kernels::measure_amax(measures.data(), count, &forward, stream);
-  kernels::quantize(quantizations.data(), count, policy, &forward, stream);
-  return {x_job.row, x_job.col, w_job.row, w_job.col, tape};
-}
-
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> quantize_backward(
-    const Tensor& g, const std::optional<Tensor>& w, const Tensor& tape, int64_t policy_id, at::ScalarType g_type,
-    at::ScalarType w_type, int64_t g_copies, std::optional<at::ScalarType> sums_dtype, bool seeded, bool records) {
-  const c10::cuda::CUDAGuard guard(g.device());
-  const auto stream = stream_of(g);
-  const auto& policy = policy_by_id(policy_id);
-  Job g_job(g, kG, g_type, g_copies);
-  const int32_t peaks = records ? kernels::tiles_of(g_job.q) : 0;
-  auto g_tape = empty({1 + peaks + (seeded ? 0 : kernels::Measure::kMaxPeaks)}, at::kInt, g.device());
-
-  kernels::EndOfBackward end;
-  const ColumnSums sums(g_job, sums_dtype, g.device(), end);
-  g_job.q.given = float_at(tape, tape_word(kG));
-  g_job.q.used = float_at(g_tape, 0);
-  if (records) {
-    end.tape = reinterpret_cast<const Tape*>(tape.const_data_ptr());
-    end.g_peaks = g_job.q.peaks = peaks_at(g_tape, 1);
-    end.g_count = peaks;
-    end.policy = policy;
-    end.arena = Arena::of(g.device()).view();
-  }
-  if (!seeded) {
-    const auto measure = measure_before(g_job, g_job.q.given, g_tape, 1 + peaks);
-    kernels::measure_amax(&measure, 1, nullptr, stream);
-  }
-  std::array<kernels::Quantize, 2> quantizations = {g_job.q};
-  std::optional<Job> w_job;
-  if (w) {
-    w_job.emplace(*w, kW, w_type, kCol);
-    w_job->q.given = float_at(tape, tape_word(kW));
-    quantizations[1] = w_job->q;
-  }
-  kernels::quantize(quantizations.data(), w ? 2 : 1, policy, nullptr, stream);
-  kernels::end_backward(end, stream);
-  return {g_job.row, g_job.col, w_job ? w_job->col : Tensor(), sums.sums, g_tape};
-}
-
 std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_padded(const Tensor& x, const Tensor& step, at::ScalarType type,
-                                                           int64_t copies, std::optional<at::ScalarType> sums_dtype) {
+                                                           int64_t copies, std::optional<at::ScalarType> sums_dtype,
+                                                           bool wants_amax) {
   const c10::cuda::CUDAGuard guard(x.device());
   const auto stream = stream_of(x);
   const auto words = step_words(step, x.device());
-  Job job(x, kX, type, copies);
+  kernels::Quantize q;
+  q.x = matrix_of(x);
+  q.format = fp8_of(type);
+  q.given = float_at(words, 0);
+  q.padded_rows = round_up_16(x.size(0));
+  q.padded_cols = round_up_16(x.size(1));
+  const auto make = [&](bool wanted, int64_t rows, int64_t cols, uint8_t*& place) {
+    if (!wanted) return Tensor();
+    auto copy = empty({rows, cols}, type, x.device());
+    place = static_cast<uint8_t*>(copy.mutable_data_ptr());
+    return copy;
+  };
+  const auto row = make(copies & kRow, q.padded_rows, q.padded_cols, q.row);
+  const auto col = make(copies & kCol, q.padded_cols, q.padded_rows, q.col);
+  Tensor peaks, amax, partial, sums;
+  if (wants_amax) {
+    peaks = empty({kernels::tiles_of(q)}, at::kInt, x.device());
+    q.peaks = peaks_at(peaks, 0);
+  }
   kernels::EndOfBackward end;
-  const ColumnSums sums(job, sums_dtype, x.device(), end);
-  job.q.given = float_at(words, 0);
-  auto peaks = empty({kernels::tiles_of(job.q)}, at::kInt, x.device());
-  job.q.peaks = peaks_at(peaks, 0);
-  kernels::quantize(&job.q, 1, {}, nullptr, stream);
+  if (sums_dtype) {
+    constexpr int64_t rows = kernels::Quantize::kSumRows;
+    end.tiles = (x.size(0) + rows - 1) / rows;
+    end.cols = x.size(1);
+    partial = empty({end.tiles, end.cols}, at::kFloat, x.device());
+    sums = empty({end.cols}, *sums_dtype, x.device());
+    end.partial_sums = q.column_sums = partial.mutable_data_ptr<float>();
+    end.sums = sums.mutable_data_ptr();
+    end.sums_dtype = dtype_of(*sums_dtype);
+  }
+  kernels::quantize(&q, 1, {}, nullptr, stream);
   kernels::end_backward(end, stream);
-  auto amax = empty({}, at::kFloat, x.device());
-  kernels::reduce_peaks(job.q.peaks, static_cast<int32_t>(peaks.numel()), amax.mutable_data_ptr<float>(), stream);
-  return {job.row, job.col, sums.sums, amax};
+  if (wants_amax) {
+    amax = empty({}, at::kFloat, x.device());
+    kernels::reduce_peaks(q.peaks, static_cast<int32_t>(peaks.numel()), amax.mutable_data_ptr<float>(), stream);
+  }
+  return {row, col, sums, amax};
 }
 
 std::tuple<Tensor, Tensor> quantize(const Tensor& x, const Tensor& scale, at::ScalarType dtype) {
@@ -186,15 +84,6 @@ std::tuple<Tensor, Tensor> quantize(const Tensor& x, const Tensor& scale, at::Sc
   kernels::quantize(&job, 1, {}, nullptr, stream);
   kernels::reduce_peaks(job.peaks, static_cast<int32_t>(peaks.numel()), amax.mutable_data_ptr<float>(), stream);
   return {q, amax};
-}
-
-void record(const Tensor& tape, int64_t policy) {
-  const c10::cuda::CUDAGuard guard(tape.device());
-  kernels::EndOfBackward end;
-  end.tape = reinterpret_cast<const Tape*>(tape.const_data_ptr());
-  end.policy = policy_by_id(policy);
-  end.arena = Arena::of(tape.device()).view();
-  kernels::end_backward(end, stream_of(tape));
 }
 
 void advance(const Tensor& anchor, int64_t owner, const std::optional<Tensor>& found_inf) {
@@ -242,10 +131,7 @@ Fp8Support support_of(c10::Device device) {
 TORCH_LIBRARY_IMPL(octavo, CUDA, m) {
   namespace cuda = octavo::ops::cuda;
   m.impl("quantize", &cuda::quantize);
-  m.impl("_quantize_forward", &cuda::quantize_forward);
-  m.impl("_quantize_backward", &cuda::quantize_backward);
   m.impl("_quantize_padded", &cuda::quantize_padded);
-  m.impl("_record", &cuda::record);
   m.impl("_advance", &cuda::advance);
   m.impl("_gather_rings", &cuda::gather_rings);
   m.impl("_apply_steps", &cuda::apply_steps);

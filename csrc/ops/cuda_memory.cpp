@@ -30,9 +30,24 @@ void* allocate_shared(std::size_t bytes, c10::Device device) {
   return memory;
 }
 
-bool is_capturing(c10::Device device) {
+uint64_t capture_on(cudaStream_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  unsigned long long number = 0;
+  C10_CUDA_CHECK(cudaStreamGetCaptureInfo(stream, &status, &number));
+  return status == cudaStreamCaptureStatusNone ? 0 : number + 1;
+}
+
+uint64_t is_capturing(c10::Device device) { return capture_on(c10::cuda::getCurrentCUDAStream(device.index())); }
+
+void join(uint64_t stream, c10::Device device) {
   const c10::cuda::CUDAGuard guard(device);
-  return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
+  const c10::cuda::CUDAStream other(c10::Stream(c10::Stream::UNSAFE, device, static_cast<c10::StreamId>(stream)));
+  if (capture_on(other)) return;  // what it has now will run when it is replayed
+  cudaEvent_t event = nullptr;
+  C10_CUDA_CHECK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+  C10_CUDA_CHECK(cudaEventRecord(event, other));
+  C10_CUDA_CHECK(cudaStreamWaitEvent(c10::cuda::getCurrentCUDAStream(device.index()), event));
+  C10_CUDA_CHECK(cudaEventDestroy(event));
 }
 
 uint64_t stream(c10::Device device) {
@@ -40,7 +55,7 @@ uint64_t stream(c10::Device device) {
 }
 
 [[maybe_unused]] const bool registered = [] {
-  register_device_memory(c10::kCUDA, {&allocate, &allocate_shared, &is_capturing, &stream});
+  register_device_memory(c10::kCUDA, {&allocate, &allocate_shared, &is_capturing, &stream, &join});
   return true;
 }();
 

@@ -4,42 +4,58 @@
 #include "find.h"
 
 namespace octavo::ops {
-ForwardOperands quantize_forward(const at::Tensor& x, const at::Tensor& w, const SlotUse& slot, int64_t policy,
-                                 at::ScalarType x_type, at::ScalarType w_type, Copies x_copies, Copies w_copies,
-                                 bool records) {
-  using Returned = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+namespace {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+OptionalTensor if_defined(const Tensor& tensor) { return tensor.defined() ? OptionalTensor(tensor) : std::nullopt; }
+
+}  // namespace
+
+ForwardResult linear_forward(const ForwardCall& call) {
+  using Returned = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
   static const auto op =
-      find<Returned(const at::Tensor&, const at::Tensor&, int64_t, int64_t, int64_t, bool, int64_t, at::ScalarType,
-                    at::ScalarType, int64_t, int64_t, bool)>("octavo::_quantize_forward");
-  auto [x_row, x_col, w_row, w_col, tape] = op.call(x, w, slot.slot, slot.generation, slot.ring, slot.seeded, policy,
-                                                    x_type, w_type, x_copies, w_copies, records);
-  return {std::move(x_row), std::move(x_col), std::move(w_row), std::move(w_col), std::move(tape)};
+      find<Returned(const Tensor&, const Tensor&, const OptionalTensor&, int64_t, int64_t, int64_t, bool, bool, int64_t,
+                    at::ScalarType, at::ScalarType, at::ScalarType, bool, bool, bool, int64_t, int64_t,
+                    const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&)>(
+          "octavo::_linear_forward");
+  const Made none;
+  const Made &x = call.x_made ? *call.x_made : none, &w = call.w_made ? *call.w_made : none;
+  auto [y, x_row, x_col, w_row, w_col, tape] = op.call(
+      call.x, call.w, call.bias, call.slot.slot, call.slot.generation, call.slot.ring, call.slot.seeded,
+      call.slot.alone, call.policy, call.x_type, call.w_type, call.y_type, call.wants_y, call.fast, call.records,
+      call.x_keep, call.w_keep, if_defined(x.row), if_defined(x.tape), if_defined(w.row), if_defined(w.tape));
+  return {std::move(y),
+          {std::move(x_row), std::move(x_col), {}},
+          {std::move(w_row), std::move(w_col), {}},
+          std::move(tape)};
 }
 
-BackwardOperands quantize_backward(const at::Tensor& g, const std::optional<at::Tensor>& w, const at::Tensor& tape,
-                                   int64_t policy, at::ScalarType g_type, at::ScalarType w_type, Copies g_copies,
-                                   std::optional<at::ScalarType> sums, bool seeded, bool records) {
-  using Returned = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+BackwardResult linear_backward(const BackwardCall& call) {
+  using Returned = std::tuple<Tensor, Tensor, Tensor>;
   static const auto op =
-      find<Returned(const at::Tensor&, const std::optional<at::Tensor>&, const at::Tensor&, int64_t, at::ScalarType,
-                    at::ScalarType, int64_t, std::optional<at::ScalarType>, bool, bool)>("octavo::_quantize_backward");
-  auto [g_row, g_col, w_col, summed, g_tape] =
-      op.call(g, w, tape, policy, g_type, w_type, g_copies, sums, seeded, records);
-  return {std::move(g_row), std::move(g_col), std::move(w_col), std::move(summed), std::move(g_tape)};
+      find<Returned(const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
+                    int64_t, at::ScalarType, at::ScalarType, at::IntArrayRef, at::ScalarType, at::ScalarType, bool,
+                    bool, std::optional<at::ScalarType>, bool, bool)>("octavo::_linear_backward");
+  auto [dx, dw, db] = op.call(call.g, call.tape, if_defined(call.w), if_defined(call.w_col), if_defined(call.x_col),
+                              call.policy, call.g_type, call.w_type, call.dx_sizes, call.dx_type, call.dw_type,
+                              call.dx_fast, call.dw_fast, call.db_type, call.seeded, call.records);
+  return {std::move(dx), std::move(dw), std::move(db)};
 }
 
 void record(const at::Tensor& tape, int64_t policy) {
-  static const auto op = find<void(const at::Tensor&, int64_t)>("octavo::_record");
+  static const auto op = find<void(const Tensor&, int64_t)>("octavo::_record");
   op.call(tape, policy);
 }
 
 Quantized quantize_padded(const at::Tensor& x, const at::Tensor& step, at::ScalarType type, Copies copies,
-                          std::optional<at::ScalarType> sums) {
-  using Returned = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+                          std::optional<at::ScalarType> sums, bool wants_amax) {
+  using Returned = std::tuple<Tensor, Tensor, Tensor, Tensor>;
   static const auto op =
-      find<Returned(const at::Tensor&, const at::Tensor&, at::ScalarType, int64_t, std::optional<at::ScalarType>)>(
+      find<Returned(const Tensor&, const Tensor&, at::ScalarType, int64_t, std::optional<at::ScalarType>, bool)>(
           "octavo::_quantize_padded");
-  auto [row, col, summed, amax] = op.call(x, step, type, copies, sums);
+  auto [row, col, summed, amax] = op.call(x, step, type, copies, sums, wants_amax);
   return {std::move(row), std::move(col), std::move(summed), std::move(amax)};
 }
 

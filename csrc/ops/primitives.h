@@ -19,33 +19,69 @@ constexpr Copies kCol = 2;   // the transpose of that
 constexpr Copies kStep = 4;  // no copy, but the step that one would have, and the amax
 constexpr Copies copies(bool row, bool col, bool step = false) { return row * kRow | col * kCol | step * kStep; }
 
-// What forward knows of the linear's slot (linear_state.h); slot < 0: stateless. `seeded`: all three operands have a
-// history, and keep it until the op is through.
+// What forward knows of the linear's slot (linear_state.h); slot < 0: stateless.
 struct SlotUse {
   int32_t slot = -1;
   int32_t generation = 0;
   int32_t ring = 0;
-  bool seeded = false;
+  bool seeded = false;  // all three operands have a history, and keep it until the op is through
+  bool alone = true;    // no other stream moves the slot meanwhile
 };
 
-struct ForwardOperands {
-  at::Tensor x_row, x_col, w_row, w_col;  // undefined where not asked for
+// FP8 copies of an operand, as one linear hands them to another: the tape has their step and their peaks.
+struct Made {
+  at::Tensor row, col, tape;  // undefined: not made
+};
+
+// The forward product of a linear, and what its backward needs; or only that, if `wants_y` is not set.
+struct ForwardCall {
+  const at::Tensor& x;  // [..., K]
+  const at::Tensor& w;  // [N, K]
+  const std::optional<at::Tensor>& bias;
+  SlotUse slot;
+  int64_t policy;
+  at::ScalarType x_type;
+  at::ScalarType w_type;
+  at::ScalarType y_type;
+  bool wants_y;
+  bool fast;
+  bool records;               // a backward will want the amaxes
+  Copies x_keep = kNoCopies;  // to be handed back
+  Copies w_keep = kNoCopies;
+  const Made* x_made = nullptr;  // copies to use instead of making them
+  const Made* w_made = nullptr;
+};
+struct ForwardResult {
+  at::Tensor y;  // [..., N]
+  Made x, w;     // what was to be kept, but the tapes
   at::Tensor tape;
 };
-ForwardOperands quantize_forward(const at::Tensor& x, const at::Tensor& w, const SlotUse& slot, int64_t policy,
-                                 at::ScalarType x_type, at::ScalarType w_type, Copies x_copies, Copies w_copies,
-                                 bool records);
+ForwardResult linear_forward(const ForwardCall& call);
 
-struct BackwardOperands {
-  at::Tensor g_row, g_col, w_col;  // undefined where not asked for
-  at::Tensor sums;
-  at::Tensor tape;  // g's step
+// The two gradients that are products, the bias gradient, and the record of what was measured. dx needs w, to be
+// quantised again with forward's step, or its transposed copy; dw needs x's transposed copy.
+struct BackwardCall {
+  const at::Tensor& g;  // [..., N]
+  const at::Tensor& tape;
+  at::Tensor w, w_col, x_col;
+  int64_t policy;
+  at::ScalarType g_type;
+  at::ScalarType w_type;
+  at::IntArrayRef dx_sizes;
+  at::ScalarType dx_type;
+  at::ScalarType dw_type;
+  bool dx_fast;
+  bool dw_fast;
+  std::optional<at::ScalarType> db_type;
+  bool seeded;  // g's step is known to be on the tape
+  bool records;
 };
-// w: to be quantised again, transposed, with forward's step; or nothing.
-BackwardOperands quantize_backward(const at::Tensor& g, const std::optional<at::Tensor>& w, const at::Tensor& tape,
-                                   int64_t policy, at::ScalarType g_type, at::ScalarType w_type, Copies g_copies,
-                                   std::optional<at::ScalarType> sums, bool seeded, bool records);
+struct BackwardResult {
+  at::Tensor dx, dw, db;  // undefined where not asked for
+};
+BackwardResult linear_backward(const BackwardCall& call);
 
+// That record alone, of x and w.
 void record(const at::Tensor& tape, int64_t policy);
 
 struct Quantized {
@@ -54,7 +90,7 @@ struct Quantized {
   at::Tensor amax;
 };
 Quantized quantize_padded(const at::Tensor& x, const at::Tensor& step, at::ScalarType type, Copies copies,
-                          std::optional<at::ScalarType> sums);
+                          std::optional<at::ScalarType> sums, bool wants_amax);
 
 at::Tensor mm(const at::Tensor& a, const at::Tensor& b, const at::Tensor& scale_a, int64_t word_a,
               const at::Tensor& scale_b, int64_t word_b, const std::optional<at::Tensor>& bias, int64_t m, int64_t n,
@@ -63,7 +99,7 @@ void advance(const at::Tensor& anchor, int64_t owner, const std::optional<at::Te
 std::tuple<at::Tensor, at::Tensor> gather_rings(const at::Tensor& slots, int64_t policy);
 at::Tensor apply_steps(const at::Tensor& slots, const at::Tensor& due, const at::Tensor& steps, int64_t policy);
 
-// Position, in words, of an operand's step: x's and w's on forward's tape, and g's as forward saw it.
+// Position, in words, of an operand's step on a tape.
 constexpr int64_t tape_word(Operand operand) { return operand * sizeof(Tape::Operand) / sizeof(int32_t); }
 
 }  // namespace octavo::ops

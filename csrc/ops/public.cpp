@@ -125,13 +125,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> linear_backward_fp8_impl(const Tensor
   }
   const auto word = [&](const Tensor& scale) { return ops::step_words(scale, g.device()); };
   const auto gq = ops::quantize_padded(g2, scale_g, dtype, ops::copies(masks[0], masks[1]),
-                                       masks[2] ? std::optional(dtype_out) : std::nullopt);
+                                       masks[2] ? std::optional(dtype_out) : std::nullopt, true);
   if (masks[0]) {
-    const auto wq = ops::quantize_padded(w, scale_w, operand_dtype, ops::kCol, {});
+    const auto wq = ops::quantize_padded(w, scale_w, operand_dtype, ops::kCol, {}, false);
     dx = ops::mm(gq.row, wq.col, word(scale_g), 0, word(scale_w), 0, {}, m, k, dtype_out, false).view(x.sizes());
   }
   if (masks[1]) {
-    const auto xq = ops::quantize_padded(x2, scale_x, operand_dtype, ops::kCol, {});
+    const auto xq = ops::quantize_padded(x2, scale_x, operand_dtype, ops::kCol, {}, false);
     dw = ops::mm(gq.col, xq.col, word(scale_g), 0, word(scale_x), 0, {}, n, k, dtype_out, false);
   }
   if (masks[2]) db = gq.sums;

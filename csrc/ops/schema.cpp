@@ -23,25 +23,31 @@ TORCH_LIBRARY(octavo, m) {
 
   // ---- Internal: one kernel each per device, put together in fp8_linear.cpp. Tapes are int32 tensors (slot.h); copies
   // are bits of ops::Copies; what is not asked for is not defined. policy: id of a ScalingPolicy.
-  // FP8 copies of x[M, K] and w[N, K], zero-padded to multiples of 16, and the tape. Each is made with the step that
-  // the slot holds under this policy, or, where it has no history (slot < 0: never), with its own amax's. records: a
-  // backward will want the amaxes.
+  // y = x w^T + bias of a linear, if wants_y, and the FP8 copies of x[..., K] and w[N, K] that are to be kept,
+  // zero-padded to multiples of 16. Each operand is quantised with the step that the slot holds under this policy, or,
+  // where it has no history (slot < 0: never), by its own amax; unless copies made before are given, with the tape that
+  // has their step and peaks. records: a backward will want the amaxes. The tape has the steps, and, with records, the
+  // peaks of both. seeded and alone: as in ops::SlotUse.
   m.def(
-      "_quantize_forward(Tensor x, Tensor w, int slot, int generation, int ring, bool seeded, int policy, "
-      "ScalarType x_type, ScalarType w_type, int x_copies, int w_copies, bool records) -> "
-      "(Tensor x_row, Tensor x_col, Tensor w_row, Tensor w_col, Tensor tape)");
-  // The same of g[M, N], with the step that forward's tape holds for it, and its column sums; w's transposed copy, with
-  // forward's step; and the record of what was measured, into the arena: pending = max(pending, amax), for x, w and g.
-  // seeded: that step is known to be there. g_tape: g's step, in its first word.
+      "_linear_forward(Tensor x, Tensor w, Tensor? bias, int slot, int generation, int ring, bool seeded, bool alone, "
+      "int policy, ScalarType x_type, ScalarType w_type, ScalarType y_type, bool wants_y, bool fast_accumulation, bool "
+      "records, "
+      "int x_keep, int w_keep, Tensor? x_row, Tensor? x_tape, Tensor? w_row, Tensor? w_tape) -> "
+      "(Tensor y, Tensor x_row, Tensor x_col, Tensor w_row, Tensor w_col, Tensor tape)");
+  // g[..., N] quantised once, with the step that forward's tape holds for it, else by its own amax. dx = g w if w
+  // (which is quantised again, with forward's step) or its transposed copy is given; dw = g^T x if x's transposed copy
+  // is; db: g's column sums. records: pending = max(pending, amax) for x, w and g. seeded: g's step is known to be on
+  // the tape.
   m.def(
-      "_quantize_backward(Tensor g, Tensor? w, Tensor tape, int policy, ScalarType g_type, ScalarType w_type, "
-      "int g_copies, ScalarType? sums, bool seeded, bool records) -> "
-      "(Tensor g_row, Tensor g_col, Tensor w_col, Tensor sums, Tensor g_tape)");
+      "_linear_backward(Tensor g, Tensor tape, Tensor? w, Tensor? w_col, Tensor? x_col, int policy, "
+      "ScalarType g_type, ScalarType w_type, int[] dx_sizes, ScalarType dx_type, ScalarType dw_type, "
+      "bool dx_fast, bool dw_fast, ScalarType? db_type, bool seeded, bool records) -> (Tensor dx, Tensor dw, Tensor "
+      "db)");
   // That record alone, of x and w.
   m.def("_record(Tensor tape, int policy) -> ()");
   // Copies of any matrix, with a given step.
   m.def(
-      "_quantize_padded(Tensor x, Tensor step, ScalarType type, int copies, ScalarType? sums) -> "
+      "_quantize_padded(Tensor x, Tensor step, ScalarType type, int copies, ScalarType? sums, bool amax) -> "
       "(Tensor row, Tensor col, Tensor sums, Tensor amax)");
   // The product of two padded copies, cropped to [m, n]; scales are float32 words at a position in an int32 tape.
   m.def(

@@ -16,6 +16,8 @@ struct AutocastOptions {
   Fp8Format format = Fp8Format::HYBRID;
   std::vector<at::Tensor> exclude = {};  // weights whose linears stay as they are
   bool include_float32 = false;          // also linears whose operands are float32
+  bool share_inputs = true;              // linears that follow each other on one input quantise it once: the same bits
+  bool keep_fp8_weights = false;         // from forward to backward, a byte a parameter, instead of quantising again
 };
 
 struct Region;
@@ -35,6 +37,18 @@ class OCTAVO_API Autocast {
 
  private:
   std::shared_ptr<Region> region_;
+};
+
+// While one of these lives, weights are quantised once, because the caller promises that they do not change: for
+// micro-batches between two steps, frozen weights, evaluation. The copies take two bytes a parameter. Holds for every
+// thread. An optimizer's step, octavo::step(), and whatever changes a weight's version or address are noticed; a change
+// that autograd does not see either (through `data`, by a fused kernel) is not.
+class OCTAVO_API UnchangedWeights {
+ public:
+  UnchangedWeights();
+  ~UnchangedWeights();
+  UnchangedWeights(const UnchangedWeights&) = delete;
+  UnchangedWeights& operator=(const UnchangedWeights&) = delete;
 };
 
 // Whether linears of this thread run in FP8 here.

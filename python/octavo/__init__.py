@@ -21,6 +21,7 @@ from octavo.report import Report, report
 from octavo.state import FP8State, FP8TensorMeta, fp8_state, load_state_dict, state_dict
 from octavo.stepping import step
 from octavo.tune import tune
+from octavo.weights import unchanged_weights
 
 __all__ = [
     "FP8_MAX",
@@ -51,4 +52,5 @@ __all__ = [
     "state_dict",
     "step",
     "tune",
+    "unchanged_weights",
 ]

@@ -31,6 +31,10 @@ class fp8_autocast(contextlib.ContextDecorator):
         margin: headroom in powers of two; only without a recipe object.
         exclude: modules (with all that is in them) and parameters whose linears stay as they are.
         include_float32: also linears whose operands are float32, which otherwise are left alone.
+        share_inputs: linears that follow each other on one input (q, k and v; gate and up) quantise it once and save
+            one copy for backward, where their scales are provably equal. The bits are the same with and without.
+        keep_fp8_weights: keep the weight's transposed FP8 copy from forward to backward, a byte a parameter, instead
+            of quantising it again there.
 
     Raises:
         TypeError, ValueError: naming the argument and its value; nothing is entered then.
@@ -46,15 +50,23 @@ class fp8_autocast(contextlib.ContextDecorator):
         *,
         exclude: Excluded | Iterable[Excluded] = (),
         include_float32: bool = False,
+        share_inputs: bool = True,
+        keep_fp8_weights: bool = False,
     ) -> None:
-        for name, value in (("enabled", enabled), ("include_float32", include_float32)):
+        flags = {
+            "enabled": enabled,
+            "include_float32": include_float32,
+            "share_inputs": share_inputs,
+            "keep_fp8_weights": keep_fp8_weights,
+        }
+        for name, value in flags.items():
             if not isinstance(value, bool):
                 raise TypeError(f"octavo: {name} must be a bool, not {value!r}")
         self.enabled = enabled
         self.recipe = _resolve_recipe(recipe, update_interval, margin)
         self.fp8_format = parse_format(fp8_format)
         self._excluded = _parameters_of(exclude)
-        self._include_float32 = include_float32
+        self._flags = (include_float32, share_inputs, keep_fp8_weights)
         self._entered = threading.local()
 
     def _region(self) -> Any:
@@ -69,7 +81,7 @@ class fp8_autocast(contextlib.ContextDecorator):
             r._identity(),
             r._products(),
             self.fp8_format.value,
-            self._include_float32,
+            *self._flags,
             self._excluded,
         )
 

@@ -77,6 +77,12 @@ class State : public GpuTest {
     all[kIndex - ArenaView::kFirstSlots] = slot;
     slots_[1].write(all);
   }
+  // A new allocation holds anything.
+  static std::vector<Tape> unwritten_tape() {
+    std::vector<Tape> tape(1);
+    std::memset(tape.data(), 0xff, sizeof(Tape));
+    return tape;
+  }
   // What the device has told the host of the slot.
   std::vector<int32_t> seeded() {
     const std::vector<int32_t> all = seeded_[1].read();
@@ -129,7 +135,7 @@ class State : public GpuTest {
   // The step of an operand's quantisation: the amax pass, then the cast, as a forward does it, or, for g, a backward.
   float quantized(const TestMatrix& x, const ScalingPolicy& policy, Operand operand, int32_t slot = kIndex,
                   int32_t generation = kGeneration) {
-    Buffer<Tape> tape(1);
+    Buffer<Tape> tape(unwritten_tape());
     const Forward f = forward(policy, tape.get(), slot, generation);
     float* const on_tape = step_on(tape.get(), operand);
     Measure measure{.x = x.view(), .operand = operand};
@@ -156,7 +162,7 @@ class State : public GpuTest {
   // The same for a slot that is known to have a history.
   float quantized_from_slot(const TestMatrix& x, const ScalingPolicy& policy, Operand operand,
                             int32_t generation = kGeneration) {
-    Buffer<Tape> tape(1);
+    Buffer<Tape> tape(unwritten_tape());
     const Forward f = forward(policy, tape.get(), kIndex, generation);
     Quantize q = row_of(x, operand);
     q.source = StepSource::kSlot;
@@ -165,6 +171,10 @@ class State : public GpuTest {
     EXPECT_EQ(tape.one().slot, kIndex);
     EXPECT_EQ(tape.one().generation, generation);
     EXPECT_EQ(tape.one().ring, kRing);
+    EXPECT_EQ(tape.one().operand[kX].peaks, 0);
+    EXPECT_EQ(tape.one().operand[kW].peaks, 0);
+    const Slot slot = read();
+    EXPECT_EQ(tape.one().operand[kG].scale, generation == kGeneration ? slot.operand[kG].scale : 0.0f);
     return step;
   }
 
@@ -174,10 +184,11 @@ class State : public GpuTest {
   ArenaView arena_;
   float measured_amax_ = -1.0f;  // what the amax pass of `quantized` left
 
- private:
   static float* step_on(Tape* tape, Operand operand) {
     return reinterpret_cast<float*>(reinterpret_cast<Tape::Operand*>(tape) + operand);
   }
+
+ private:
   static Quantize row_of(const TestMatrix& x, Operand operand) {
     Quantize q;
     q.x = x.view();

@@ -2,6 +2,7 @@
 // The life of a slot: tape, record, advance, custom recipes.
 #include "kernels_state.h"
 
+#include <cstring>
 #include <limits>
 #include <vector>
 
@@ -10,7 +11,7 @@ namespace {
 
 TEST_F(State, AFreshTape) {
   const TestMatrix x(DType::kBF16, 1, 1, all_strides()[0], [](int64_t, int64_t) { return 0; });
-  Buffer<Tape> begun(1);
+  Buffer<Tape> begun(unwritten_tape());
   Buffer<Peak> peaks(1);
   Forward f = forward(kWindow, begun.get());
   f.x_peaks = 11;
@@ -24,6 +25,53 @@ TEST_F(State, AFreshTape) {
   EXPECT_EQ(tape.ring, kRing);
   EXPECT_EQ(tape.operand[kX].peaks, 11);
   EXPECT_EQ(tape.operand[kW].peaks, 13);
+}
+
+// The step and the peaks of x come from another tape, whichever kernel begins this one.
+TEST_F(State, ATapeThatTakesOver) {
+  const int32_t x_peaks = 300, w_peaks = 2;
+  Tape other = {};
+  other.operand[kX] = {.scale = 0.75f, .peaks = x_peaks};
+  std::vector<Peak> words(kTapeWords + x_peaks);
+  std::memcpy(words.data(), &other, sizeof other);
+  for (int32_t i = 0; i < x_peaks; ++i) words[kTapeWords + i] = 1000 + i;
+  const Buffer<Peak> from(words);
+  record(kWindow, 3.0f, 5.0f, 7.0f);
+  advance();
+
+  const TestMatrix w(DType::kBF16, 1, 1, all_strides()[0], [](int64_t, int64_t) { return 0x3f80; });
+  for (const int way : {0, 1, 2}) {
+    std::vector<Peak> unwritten_words(kTapeWords + x_peaks + w_peaks, 0xffffffffu);
+    Buffer<Peak> tape(unwritten_words);
+    Buffer<Peak> measured(1);
+    Buffer<uint8_t> row(1);
+    Forward f = forward(kWindow, reinterpret_cast<Tape*>(tape.get()));
+    f.x_tape = reinterpret_cast<const Tape*>(from.get());
+    f.x_peaks = x_peaks;
+    f.w_peaks = w_peaks;
+    const Measure measure{.x = w.view(), .operand = kW, .peaks = measured.get()};
+    Quantize q;
+    q.x = w.view();
+    q.operand = kW;
+    q.source = StepSource::kSlot;
+    q.used = step_on(f.tape, kW);
+    q.padded_rows = q.padded_cols = 1;
+    q.row = row.get();
+    if (way == 0) kernels::begin_tape(f, stream_);
+    if (way == 1) kernels::measure_amax(&measure, 1, &f, stream_);
+    if (way == 2) kernels::quantize(&q, 1, kWindow, &f, stream_);
+    const std::vector<Peak> got = tape.read();
+    Tape begun;
+    std::memcpy(&begun, got.data(), sizeof begun);
+    EXPECT_EQ(begun.operand[kX].scale, 0.75f) << way;
+    EXPECT_EQ(begun.operand[kX].peaks, x_peaks) << way;
+    EXPECT_EQ(begun.operand[kW].scale, 5.0f / 448.0f) << way;
+    EXPECT_EQ(begun.operand[kW].peaks, w_peaks) << way;
+    EXPECT_EQ(begun.operand[kG].scale, 7.0f / 57344.0f) << way;
+    EXPECT_EQ(begun.slot, kIndex) << way;
+    for (int32_t i = 0; i < x_peaks; ++i) ASSERT_EQ(got[kTapeWords + i], 1000u + i) << way;
+    EXPECT_EQ(got[kTapeWords + x_peaks], 0xffffffffu) << way;
+  }
 }
 
 TEST_F(State, RecordKeepsTheLargest) {

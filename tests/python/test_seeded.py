@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 import octavo
 
@@ -145,7 +146,7 @@ def test_a_capture_takes_nothing_as_known(cuda: torch.device) -> None:
     with torch.cuda.stream(stream):
         for _ in range(2):
             step()
-        torch.cuda.synchronize()
+        assert is_known(w)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
             y = step()
@@ -155,3 +156,42 @@ def test_a_capture_takes_nothing_as_known(cuda: torch.device) -> None:
     torch.cuda.synchronize()
     expected = F.linear(x, w)
     assert (y - expected).norm() < 0.1 * expected.norm()
+
+
+def test_a_second_stream_makes_it_unknown(cuda: torch.device) -> None:
+    """Its steps could move the slot between two tiles of a cast."""
+    w, x = make(cuda)
+    train_a_step(w, x)
+    assert is_known(w)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        assert not is_known(w)
+        use(w, x)
+        octavo.step()
+    torch.cuda.synchronize()
+    assert not is_known(w)
+    y = use(w, x)
+    assert torch.equal(y, use(w, x))
+
+
+@pytest.mark.parametrize("between", ["reset", "load", "policy"])
+def test_a_checkpoint_that_recomputes_without_the_history(device: torch.device, between: str) -> None:
+    """Its forward knew of a history; the tape of its recomputation has no step for g."""
+    model = torch.nn.Linear(48, 32, bias=False, device=device)
+    x = torch.randn(16, 48, device=device, requires_grad=True)
+    use(model.weight, x)
+    pending = octavo.state_dict(model)
+    octavo.step()
+    assert is_known(model.weight)
+    with octavo.fp8_autocast(include_float32=True):
+        y = checkpoint(model, x, use_reentrant=False)
+    if between == "reset":
+        octavo.fp8_state().reset()
+    elif between == "load":
+        octavo.load_state_dict(model, pending)
+    else:
+        train_a_step(model.weight, x.detach(), ANOTHER)
+    x.grad = model.weight.grad = None
+    dy = torch.randn_like(y)
+    y.backward(dy)
+    for grad, expected in ((x.grad, dy @ model.weight), (model.weight.grad, dy.t() @ x)):
+        assert (grad - expected).norm() < 0.15 * expected.norm()

@@ -1,0 +1,49 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "shared_input.h"
+
+namespace octavo {
+
+// The finalizer of splitmix64.
+uint64_t InputHistory::mixed(uint64_t a, uint64_t b) {
+  uint64_t x = a * 0x9e3779b97f4a7c15u + b + 0x632be59bd9b4e019u;
+  x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
+  x = (x ^ x >> 27) * 0x94d049bb133111ebu;
+  return (x ^ x >> 31) | 2;  // neither kEmpty nor kStateless, and never 0
+}
+
+SharedInput& SharedInput::of_this_thread() {
+  static thread_local SharedInput shared;
+  return shared;
+}
+
+uint64_t SharedInput::meet(const at::Tensor& x, const InputKey& key) {
+  static std::atomic<uint64_t> numbers = 0;
+  // An inference tensor has no version: it may have changed.
+  const bool is_same = !x.is_inference() && x_._unsafe_get_target() == x.unsafeGetTensorImpl() && !x_.expired() &&
+                       x._version() == version_ && x.const_data_ptr() == data_ && key == key_;
+  if (is_same) return number_;
+  forget();
+  x_ = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>(x.getIntrusivePtr());
+  data_ = x.const_data_ptr();
+  version_ = x.is_inference() ? 0 : x._version();
+  key_ = key;
+  number_ = ++numbers;
+  return number_;
+}
+
+const ops::Made* SharedInput::find(uint64_t history, ops::Copies wanted, bool records) const {
+  const bool has_them =
+      (!(wanted & ops::kRow) || made_.row.defined()) && (!(wanted & ops::kCol) || made_.col.defined());
+  if (!made_.tape.defined() || history != history_ || (records && !records_)) return nullptr;
+  if (!has_them && maker_) maker_->goes_on = true;
+  return has_them ? &made_ : nullptr;
+}
+
+void SharedInput::keep(ops::Made made, uint64_t history, bool records, std::shared_ptr<InputHistory> maker) {
+  maker_ = std::move(maker);
+  made_ = std::move(made);
+  history_ = history;
+  records_ = records;
+}
+
+}  // namespace octavo

@@ -1,0 +1,86 @@
+// SPDX-License-Identifier: Apache-2.0
+// Several linears on one input (q, k and v; gate and up) quantise it once. What the linear before has made of its input
+// is kept, for this thread, until a linear meets another one, a region begins or ends, or a checkpoint does.
+//
+// Note [Equal histories]
+// Copies of x may be used again where the slot would give the same step. The values are on the device, so the host
+// argues by what it has set off: a slot's state of x is a function of the records and advances that it has met. Each
+// input gets a number, which is the same for linears that meet it one after the other; a slot's `InputHistory` is a
+// hash over the numbers recorded between two advances, and over the advances. Equal hashes under one policy: equal
+// steps, bit for bit. What the host cannot follow (two policies on one slot, a recipe of the user's own) shares
+// nothing.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+
+#include "ops/primitives.h"
+
+namespace octavo {
+
+class InputHistory {
+ public:
+  // All the slots of which nothing is known but that they are empty have this one.
+  static constexpr uint64_t kEmpty = 0;
+  // Slots that are not there: every step is the tensor's own.
+  static constexpr uint64_t kStateless = 1;
+
+  uint64_t value() const { return value_.load(std::memory_order_relaxed); }
+  // A backward has recorded this input. Any order, as the maximum that it stands for.
+  void record(uint64_t input) { pending_ += mixed(input, 0x9e3779b97f4a7c15u); }
+  // Advance number `step` has met the slot.
+  void advance(uint64_t step) {
+    if (const uint64_t recorded = pending_.exchange(0)) value_ = mixed(mixed(value_, recorded), step);
+  }
+  // Emptied (kEmpty), or loaded with contents of this hash.
+  void reset(uint64_t value) { value_ = value, pending_ = 0; }
+
+  // A linear of this slot has met an input that the next one met too: its copies are worth keeping.
+  std::atomic<bool> goes_on = false;
+
+  static uint64_t mixed(uint64_t a, uint64_t b);
+
+ private:
+  std::atomic<uint64_t> value_ = kEmpty;
+  std::atomic<uint64_t> pending_ = 0;
+};
+
+// What has to be the same for copies of x to be the same.
+struct InputKey {
+  int32_t policy = 0;
+  at::ScalarType type = at::kFloat8_e4m3fn;
+  uint64_t stream = 0;
+  uint64_t capture = 0;  // of a CUDA graph; 0: none
+  bool operator==(const InputKey&) const = default;
+};
+
+// This thread's last input.
+class SharedInput {
+ public:
+  static SharedInput& of_this_thread();
+
+  // Begins a use of x: gives its number, new if it is not the last one's input.
+  uint64_t meet(const at::Tensor& x, const InputKey& key);
+  // Copies that a slot with this history may use, or null. `wanted`: which copies; `records`: with peaks.
+  const ops::Made* find(uint64_t history, ops::Copies wanted, bool records) const;
+  // What the slot's forward has made of the input; of copies that were not kept, the row copy is missing.
+  void keep(ops::Made made, uint64_t history, bool records, std::shared_ptr<InputHistory> maker);
+  void forget() { *this = {}; }
+
+ private:
+  c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> x_{
+      c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()};
+  const void* data_ = nullptr;
+  int64_t version_ = 0;
+  InputKey key_;
+  uint64_t number_ = 0;
+  ops::Made made_;
+  uint64_t history_ = 0;
+  bool records_ = false;
+  std::shared_ptr<InputHistory> maker_;
+};
+
+}  // namespace octavo

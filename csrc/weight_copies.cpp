@@ -1,0 +1,120 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "weight_copies.h"
+
+#include <octavo/autocast.h>
+
+#include <map>
+#include <mutex>
+#include <set>
+
+#include "leaf.h"
+
+namespace octavo {
+namespace {
+
+class WeightCopies;
+
+struct Scope {
+  std::mutex mutex;  // guards all of it, and every WeightCopies
+  int64_t depth = 0;
+  uint64_t epoch = 0;  // another one with every outermost scope and every step
+  std::set<WeightCopies*> alive;
+};
+Scope& scope() {
+  static auto* instance = new Scope;
+  return *instance;
+}
+std::atomic<bool> active = false;
+
+class WeightCopies final : public ParameterHook {
+ public:
+  struct Entry {
+    ops::Made made;
+    InputKey key;
+    const void* data;
+    int64_t version;
+    uint64_t epoch;
+    bool records;
+  };
+
+  WeightCopies() { scope().alive.insert(this); }
+  ~WeightCopies() override {
+    std::lock_guard lock(scope().mutex);
+    scope().alive.erase(this);
+  }
+
+  std::map<ViewKey, Entry> entries;
+};
+
+// Out of the hooks, so that no tensor is freed under the mutex.
+std::vector<WeightCopies::Entry> all_entries(Scope& s) {
+  std::vector<WeightCopies::Entry> entries;
+  for (auto* copies : s.alive) {
+    for (auto& [key, entry] : copies->entries) entries.push_back(std::move(entry));
+    copies->entries.clear();
+  }
+  return entries;
+}
+
+}  // namespace
+
+void enter_weight_scope() {
+  auto& s = scope();
+  std::lock_guard lock(s.mutex);
+  if (s.depth++ == 0) ++s.epoch;
+  active = true;
+}
+
+void leave_weight_scope() {
+  auto& s = scope();
+  std::vector<WeightCopies::Entry> freed;
+  std::lock_guard lock(s.mutex);
+  TORCH_CHECK(s.depth > 0, "octavo: a scope of unchanged weights is left that was not entered");
+  if (--s.depth > 0) return;
+  active = false;
+  freed = all_entries(s);
+}
+
+bool in_weight_scope() { return active.load(std::memory_order_relaxed); }
+
+void weights_changed() {
+  if (!in_weight_scope()) return;
+  auto& s = scope();
+  std::vector<WeightCopies::Entry> freed;
+  std::lock_guard lock(s.mutex);
+  ++s.epoch;
+  freed = all_entries(s);
+}
+
+ops::Made find_weight_copies(const at::Tensor& weight, const InputKey& key, bool records) {
+  if (weight.is_inference()) return {};
+  const auto [leaf, part] = leaf_of(weight);
+  if (!leaf.defined()) return {};
+  auto& s = scope();
+  std::lock_guard lock(s.mutex);
+  auto* copies = find_hook<WeightCopies>(leaf);
+  if (!copies) return {};
+  const auto found = copies->entries.find(part);
+  if (found == copies->entries.end()) return {};
+  const auto& entry = found->second;
+  const bool is_same = entry.key == key && entry.data == weight.const_data_ptr() &&
+                       entry.version == weight._version() && entry.epoch == s.epoch && (entry.records || !records);
+  return is_same ? entry.made : ops::Made();
+}
+
+void keep_weight_copies(const at::Tensor& weight, const InputKey& key, bool records, const ops::Made& made) {
+  if (weight.is_inference()) return;
+  const auto [leaf, part] = leaf_of(weight);
+  if (!leaf.defined()) return;
+  auto& s = scope();
+  WeightCopies::Entry entry{made, key, weight.const_data_ptr(), weight._version(), 0, records};
+  std::lock_guard lock(s.mutex);
+  if (s.depth == 0) return;
+  entry.epoch = s.epoch;
+  std::swap(hook_of<WeightCopies>(leaf).entries[part], entry);
+}
+
+UnchangedWeights::UnchangedWeights() { enter_weight_scope(); }
+UnchangedWeights::~UnchangedWeights() { leave_weight_scope(); }
+
+}  // namespace octavo
