@@ -68,7 +68,7 @@ def seeded_slot() -> Slot:
     """A slot whose three operands have a history."""
     w = torch.nn.Parameter(torch.randn(16, 16, device="cuda", dtype=torch.bfloat16))
     x = torch.randn_like(w).requires_grad_()
-    with octavo.fp8_autocast(recipe="delayed"):
+    with octavo.fp8_autocast(recipe=octavo.DelayedScaling(small=None)):
         F.linear(x, w).sum().backward()
     octavo.step()
     torch.cuda.synchronize()

@@ -44,19 +44,26 @@ class Variant:
     peer: bool = False
 
 
-def octavo_variant(name: str, recipe: octavo.FP8Recipe | str, dynamic: bool = False) -> Variant:
-    """Octavo with a recipe. The region is made once and entered for each forward."""
+def octavo_variant(name: str, recipe: octavo.FP8Recipe, dynamic: bool = False, **options: bool) -> Variant:
+    """Octavo with a recipe, and options of fp8_autocast. The region is made once and entered for each forward."""
 
     def region(model: nn.Module, exclude: Names) -> Region:
         kept = [module for module_name, module in model.named_modules() if module_name in exclude]
-        autocast = octavo.fp8_autocast(recipe=recipe, exclude=kept)
+        autocast = octavo.fp8_autocast(recipe=recipe, exclude=kept, **options)
         return lambda: autocast
 
     return Variant(name, region=region, dynamic=dynamic)
 
 
 BF16 = Variant("bf16")
+# delayed and dynamic: every linear in FP8. auto: the default, which leaves small ones in bf16 by the GPU's table.
+# knobs: every linear, fast accumulation throughout, FP8 weights kept from forward to backward.
 OCTAVO = {
-    "delayed": octavo_variant("delayed", "delayed"),
-    "dynamic": octavo_variant("dynamic", "dynamic", dynamic=True),
+    "delayed": octavo_variant("delayed", octavo.DelayedScaling(small=None)),
+    "dynamic": octavo_variant("dynamic", octavo.DynamicScaling(small=None), dynamic=True),
+    "auto": octavo_variant("auto", octavo.DelayedScaling()),
+    "auto-dynamic": octavo_variant("auto-dynamic", octavo.DynamicScaling(), dynamic=True),
+    "knobs": octavo_variant(
+        "knobs", octavo.DelayedScaling(dgrad="fast", wgrad="fast", small=None), keep_fp8_weights=True
+    ),
 }

@@ -89,6 +89,10 @@ Outcome decide(const Region& region, const Tensor& x, const Tensor& w, const Opt
   if (bias && bias->defined() && (bias->dim() != 1 || bias->size(0) != w.size(0))) return Outcome::kBiasShape;
   if (x.numel() == 0 || w.numel() == 0) return Outcome::kEmpty;
   if (all_in_high_precision(region.products)) return Outcome::kHigh;
+  if (const auto* small = region.small_on(x.device())) {
+    const int64_t k = x.size(-1), n = w.size(0);
+    if (!small->pays(region.policy.kind, x.numel() / k, n, k)) return Outcome::kSmall;
+  }
   ops::check_fp8_support(x.device());
   return region.policy.kind == ScalingKind::kDynamic || can_hold_state(w) ? Outcome::kFp8 : Outcome::kFp8Stateless;
 }
@@ -197,7 +201,8 @@ Tensor linear(const Tensor& x, const Tensor& w, const OptionalTensor& bias) {
               w.scalar_type());
   const auto outcome = decide(*region, x, w, bias, *compute);
   count_call(x, w, outcome);
-  if (outcome == Outcome::kEmpty || outcome == Outcome::kHigh) return at::native::linear(x, w, bias);
+  const bool stays = outcome == Outcome::kEmpty || outcome == Outcome::kHigh || outcome == Outcome::kSmall;
+  if (stays) return at::native::linear(x, w, bias);
   TORCH_CHECK(is_fp8(outcome), "octavo::linear: x ", x.sizes(), " ", x.scalar_type(), " and w ", w.sizes(),
               " cannot run in FP8: ", describe(outcome));
   return fp8_linear(x, w, bias, *compute, *region);

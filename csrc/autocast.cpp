@@ -4,6 +4,7 @@
 #include <atomic>
 
 #include "aten_linear.h"
+#include "ops/device.h"
 #include "region.h"
 #include "shared_input.h"
 
@@ -47,7 +48,10 @@ Region::Region(std::shared_ptr<const Recipe> with, const AutocastOptions& option
       include_float32(options.include_float32),
       share_inputs(options.share_inputs),
       keep_fp8_weights(options.keep_fp8_weights),
+      small_auto_(recipe->options().small == "auto"),
       excluded_(options.exclude) {
+  const auto& small = recipe->options().small;
+  if (!small.empty() && !small_auto_) small_ = small_products(small);
   for (const auto& weight : excluded_) identities_.insert(weight.unsafeGetTensorImpl());
 }
 
@@ -55,6 +59,22 @@ bool Region::excludes(const at::Tensor& weight) const {
   if (identities_.empty()) return false;
   return identities_.contains(weight.unsafeGetTensorImpl()) ||
          (weight.is_view() && identities_.contains(weight._base().unsafeGetTensorImpl()));
+}
+
+const SmallProducts* Region::small_on(c10::Device device) const {
+  if (!small_auto_) return small_.get();
+  // The answer for the last device of this thread, until another table is loaded.
+  struct Answer {
+    c10::Device device{c10::kMeta};
+    std::size_t tables = 0;
+    std::shared_ptr<const SmallProducts> products;
+  };
+  static thread_local Answer last;
+  const auto count = count_small_tables();
+  if (last.device != device || last.tables != count) {
+    last = {device, count, small_products_of(ops::device_name(device))};
+  }
+  return last.products.get();
 }
 
 void push_region(const std::shared_ptr<Region>& region) {

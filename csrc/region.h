@@ -12,12 +12,15 @@
 #include <vector>
 
 #include "policy.h"
+#include "small_products.h"
 
 namespace octavo {
 
 struct Region final : c10::DebugInfoBase, std::enable_shared_from_this<Region> {
   Region(std::shared_ptr<const Recipe> recipe, const AutocastOptions& options);
   bool excludes(const at::Tensor& weight) const;
+  // The table that says which linears are too small for FP8 on this device; null: none.
+  const SmallProducts* small_on(c10::Device device) const;
 
   bool enabled;
   std::shared_ptr<const Recipe> recipe;
@@ -30,6 +33,8 @@ struct Region final : c10::DebugInfoBase, std::enable_shared_from_this<Region> {
   bool keep_fp8_weights;
 
  private:
+  std::shared_ptr<const SmallProducts> small_;  // by name
+  bool small_auto_;
   std::vector<at::Tensor> excluded_;  // keeps them alive, so that their identity stays theirs
   std::unordered_set<const c10::TensorImpl*> identities_;
 };

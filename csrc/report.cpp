@@ -47,6 +47,8 @@ const char* describe(Outcome outcome) {
       return "layout";
     case Outcome::kHigh:
       return "high precision, by the recipe";
+    case Outcome::kSmall:
+      return "small: faster in 16 bits, by the recipe's table";
   }
   return "unknown";
 }

@@ -23,6 +23,7 @@ enum class Outcome : int32_t {
   kForwardAd,
   kLayout,
   kHigh,
+  kSmall,
 };
 const char* describe(Outcome outcome);
 

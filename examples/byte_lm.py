@@ -184,7 +184,9 @@ def precision(variant: Variant, model: ByteLM) -> contextlib.AbstractContextMana
     """The region that this variant's linears run in, inside `torch.autocast`."""
     if variant.recipe is None:
         return contextlib.nullcontext()
-    return octavo.fp8_autocast(recipe=variant.recipe, exclude=() if variant.head_in_fp8 else (model.head,))
+    # small=None: most linears of this model are of a size that an H200 runs faster in bf16, and would stay there.
+    recipe = {"delayed": octavo.DelayedScaling, "dynamic": octavo.DynamicScaling}[variant.recipe](small=None)
+    return octavo.fp8_autocast(recipe=recipe, exclude=() if variant.head_in_fp8 else (model.head,))
 
 
 def lm_loss(variant: Variant, model: ByteLM, inputs: Tensor, targets: Tensor) -> Tensor:

@@ -38,10 +38,11 @@ Precision parse_precision(const std::string& name) {
 // kind: "max", "most_recent", "dynamic", or "custom", whose policy is known by `identity`.
 std::shared_ptr<const Recipe> parse_recipe(const std::string& kind, int64_t history_len, double margin,
                                            bool power_of_two, const std::string& identity,
-                                           const std::vector<std::string>& products) {
+                                           const std::vector<std::string>& products, const std::string& small) {
   TORCH_CHECK(products.size() == 3, "octavo: three products are named, not ", products.size());
   RecipeOptions options{.history_len = history_len, .margin = margin, .power_of_two = power_of_two};
   options.products = {parse_precision(products[0]), parse_precision(products[1]), parse_precision(products[2])};
+  options.small = small;
   options.algorithm = kind == "most_recent" ? DelayedAlgorithm::kMostRecent : DelayedAlgorithm::kMax;
   if (kind == "dynamic") return std::make_shared<DynamicScaling>(options);
   if (kind == "custom") return external_recipe(options, identity);
@@ -51,11 +52,13 @@ std::shared_ptr<const Recipe> parse_recipe(const std::string& kind, int64_t hist
 // A region as an object of the dispatcher's type system.
 struct RegionHandle final : torch::CustomClassHolder {
   RegionHandle(bool enabled, const std::string& kind, int64_t history_len, double margin, bool power_of_two,
-               const std::string& identity, const std::vector<std::string>& products, const std::string& format,
-               bool include_float32, bool share_inputs, bool keep_fp8_weights, std::vector<Tensor> exclude)
-      : region(std::make_shared<Region>(parse_recipe(kind, history_len, margin, power_of_two, identity, products),
-                                        AutocastOptions{enabled, parse_format(format), std::move(exclude),
-                                                        include_float32, share_inputs, keep_fp8_weights})) {}
+               const std::string& identity, const std::vector<std::string>& products, const std::string& small,
+               const std::string& format, bool include_float32, bool share_inputs, bool keep_fp8_weights,
+               std::vector<Tensor> exclude)
+      : region(
+            std::make_shared<Region>(parse_recipe(kind, history_len, margin, power_of_two, identity, products, small),
+                                     AutocastOptions{enabled, parse_format(format), std::move(exclude), include_float32,
+                                                     share_inputs, keep_fp8_weights})) {}
 
   void enter() { push_region(region); }
   void exit() { pop_region(region); }
@@ -117,10 +120,21 @@ TORCH_LIBRARY_FRAGMENT(octavo, m) {
   using namespace octavo;
   m.class_<RegionHandle>("Region")
       .def(torch::init<bool, const std::string&, int64_t, double, bool, const std::string&,
-                       const std::vector<std::string>&, const std::string&, bool, bool, bool, std::vector<Tensor>>())
+                       const std::vector<std::string>&, const std::string&, const std::string&, bool, bool, bool,
+                       std::vector<Tensor>>())
       .def("enter", &RegionHandle::enter)
       .def("exit", &RegionHandle::exit)
       .def("make_default", &RegionHandle::make_default);
+  m.def("_load_small_table(str path) -> str", &load_small_table);
+  m.def("_small_tables() -> (str[] names, str[] devices, str[] hashes)", [] {
+    std::vector<std::string> names, devices, hashes;
+    for (const auto& table : small_tables()) {
+      names.push_back(table.name);
+      devices.push_back(table.device);
+      hashes.push_back(table.hash);
+    }
+    return std::tuple(names, devices, hashes);
+  });
   m.def("_enter_weight_scope() -> ()", &enter_weight_scope);
   m.def("_leave_weight_scope() -> ()", &leave_weight_scope);
   m.def("_forget_streams() -> ()", [] {

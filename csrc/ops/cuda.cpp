@@ -124,7 +124,9 @@ Fp8Support support_of(c10::Device device) {
   return Fp8Support::kRefused;
 }
 
-[[maybe_unused]] const bool registered = (register_fp8_support(&support_of), true);
+std::string name_of(c10::Device device) { return at::cuda::getDeviceProperties(device.index())->name; }
+
+[[maybe_unused]] const bool registered = (register_cuda_device(&support_of, &name_of), true);
 
 }  // namespace octavo::ops::cuda
 

@@ -10,6 +10,7 @@ namespace {
 
 std::atomic<bool> emulated = false;
 std::atomic<Fp8Support (*)(c10::Device)> cuda_support = nullptr;
+std::atomic<std::string (*)(c10::Device)> cuda_name = nullptr;
 
 }  // namespace
 
@@ -36,6 +37,14 @@ void check_fp8_support(c10::Device device) {
 void set_emulated(bool on) { emulated = on; }
 bool is_emulated() { return emulated; }
 
-void register_fp8_support(Fp8Support (*support)(c10::Device)) { cuda_support = support; }
+std::string device_name(c10::Device device) {
+  const auto name = cuda_name.load();
+  return device.is_cuda() && name ? name(device) : "";
+}
+
+void register_cuda_device(Fp8Support (*support)(c10::Device), std::string (*name)(c10::Device)) {
+  cuda_support = support;
+  cuda_name = name;
+}
 
 }  // namespace octavo::ops

@@ -41,6 +41,9 @@ struct RecipeOptions {
   bool power_of_two = false;
   DelayedAlgorithm algorithm = DelayedAlgorithm::kMax;  // of DelayedScaling alone
   Products products = {};
+  // Linears that are faster in 16 bits stay there: "auto", by the table of the device that they run on, if there is
+  // one; a table's name (small.h), by that one on any device; "", none stays.
+  std::string small = "auto";
 };
 
 // A scaling policy of the user's own: derive, and compute the step from the window. Recipes are immutable.

@@ -18,6 +18,7 @@ from octavo.gemm_table import GemmTable, gemm_tables, load_gemm_table
 from octavo.kernels import linear_backward_fp8, linear_forward_fp8, mm_fp8, quantize
 from octavo.recipe import FP8_MAX, DelayedScaling, DynamicScaling, FP8Format, FP8Recipe
 from octavo.report import Report, report
+from octavo.small import SmallTable, load_small_table, small_tables
 from octavo.state import FP8State, FP8TensorMeta, fp8_state, load_state_dict, state_dict
 from octavo.stepping import step
 from octavo.tune import tune
@@ -33,6 +34,7 @@ __all__ = [
     "FP8TensorMeta",
     "GemmTable",
     "Report",
+    "SmallTable",
     "__version__",
     "emulate",
     "emulated",
@@ -45,10 +47,12 @@ __all__ = [
     "linear_backward_fp8",
     "linear_forward_fp8",
     "load_gemm_table",
+    "load_small_table",
     "load_state_dict",
     "mm_fp8",
     "quantize",
     "report",
+    "small_tables",
     "state_dict",
     "step",
     "tune",

@@ -7,13 +7,14 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from octavo._tune_command import add_command
+from octavo import _tune_command, _tune_small_command
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m octavo", description="FP8 training for PyTorch.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    add_command(commands)
+    _tune_command.add_command(commands)
+    _tune_small_command.add_command(commands)
     options = parser.parse_args(arguments)
     try:
         options.run(options)

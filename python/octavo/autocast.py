@@ -80,6 +80,7 @@ class fp8_autocast(contextlib.ContextDecorator):
             r.power_of_two,
             r._identity(),
             r._products(),
+            r.small or "",
             self.fp8_format.value,
             *self._flags,
             self._excluded,

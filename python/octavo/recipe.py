@@ -41,6 +41,7 @@ FP8_MAX: dict[FP8Format | str, float] = {
 }
 
 _UNSET: Any = object()  # stands for the class attribute of that name
+_NOT_SCALING = ("forward", "dgrad", "wgrad", "small")  # part of a recipe's value, but no matter for its state
 _PRECISIONS = ("fast", "accurate", "high")
 _MAX_HISTORY = 65536
 _MAX_MARGIN = 64.0
@@ -77,6 +78,18 @@ def _check_precision(product: str, precision: Any) -> str:
     return precision
 
 
+def _check_small(small: Any) -> None:
+    if small is None or small == "auto":
+        return
+    names, _, _ = torch.ops.octavo._small_tables()
+    if not isinstance(small, str) or small not in names:
+        known = ", ".join(repr(name) for name in dict.fromkeys(names))
+        raise ValueError(
+            f"octavo: small must be None, 'auto', {known}, or the name of a table that octavo.load_small_table has "
+            f"read, not {small!r}"
+        )
+
+
 class _FrozenWhenMade(type):
     """Closes an object against changes once its __init__, however deep the subclass, is through."""
 
@@ -98,6 +111,9 @@ class FP8Recipe(metaclass=_FrozenWhenMade):
         power_of_two: the built-in formula rounds steps up to powers of two.
         forward, dgrad, wgrad: how a product runs: y = x w^T, dx = dy w, dw = dy^T x. "fast": FP8 with Hopper's shorter
             accumulator; "accurate": FP8, accumulated in float32; "high": not FP8, in the operands' 16-bit dtype.
+        small: linears that are faster in 16 bits stay there. "auto": by the table of the device that they run on, where
+            there is one (an H200; a CPU has none); a table's name ("h200"): by that one, anywhere; None: none stays.
+            `octavo.small_tables()` lists the tables.
 
     A subclass that takes arguments of its own sets them as attributes in its __init__; one that does not call this has
     the defaults, which it may also override as class attributes.
@@ -109,6 +125,7 @@ class FP8Recipe(metaclass=_FrozenWhenMade):
     forward: str = "fast"
     dgrad: str = "accurate"
     wgrad: str = "accurate"
+    small: str | None = "auto"
 
     #: True: `scale_from_history` gets the windows of many slots at once, [slots, history_len], and returns [slots].
     batched = False
@@ -122,6 +139,7 @@ class FP8Recipe(metaclass=_FrozenWhenMade):
         forward: str = _UNSET,
         dgrad: str = _UNSET,
         wgrad: str = _UNSET,
+        small: str | None = _UNSET,
     ) -> None:
         given = {
             "history_len": history_len,
@@ -130,6 +148,7 @@ class FP8Recipe(metaclass=_FrozenWhenMade):
             "forward": forward,
             "dgrad": dgrad,
             "wgrad": wgrad,
+            "small": small,
         }
         for name, value in given.items():
             if value is not _UNSET:
@@ -143,6 +162,7 @@ class FP8Recipe(metaclass=_FrozenWhenMade):
             raise TypeError(f"octavo: power_of_two must be a bool, not {self.power_of_two!r}")
         for product in ("forward", "dgrad", "wgrad"):
             _check_precision(product, getattr(self, product))
+        _check_small(self.small)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if "_text" in self.__dict__:
@@ -193,12 +213,12 @@ class FP8Recipe(metaclass=_FrozenWhenMade):
         return self.__dict__["_text"]
 
     def _identify(self) -> str:
-        values = {k: v for k, v in self._values().items() if k not in ("forward", "dgrad", "wgrad")}
+        values = {k: v for k, v in self._values().items() if k not in _NOT_SCALING}
         described = ", ".join(f"{name}={describe(name, value)}" for name, value in values.items())
         return f"{class_name(type(self))}({described})"
 
     def _key(self) -> tuple[str, ...]:
-        return (self._identity(), *self._products())
+        return (self._identity(), *self._products(), str(self.small))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, FP8Recipe):
@@ -237,8 +257,17 @@ class DelayedScaling(FP8Recipe):
         forward: str = "fast",
         dgrad: str = "accurate",
         wgrad: str = "accurate",
+        small: str | None = _UNSET,
     ) -> None:
-        super().__init__(history_len, margin, power_of_two=power_of_two, forward=forward, dgrad=dgrad, wgrad=wgrad)
+        super().__init__(
+            history_len,
+            margin,
+            power_of_two=power_of_two,
+            forward=forward,
+            dgrad=dgrad,
+            wgrad=wgrad,
+            small=small,
+        )
         if algorithm not in ("max", "most_recent"):
             raise ValueError(f"octavo: algorithm must be 'max' or 'most_recent', not {algorithm!r}")
         self.algorithm = algorithm
@@ -263,8 +292,9 @@ class DynamicScaling(FP8Recipe):
         forward: str = "fast",
         dgrad: str = "accurate",
         wgrad: str = "accurate",
+        small: str | None = _UNSET,
     ) -> None:
-        super().__init__(1, margin, power_of_two=power_of_two, forward=forward, dgrad=dgrad, wgrad=wgrad)
+        super().__init__(1, margin, power_of_two=power_of_two, forward=forward, dgrad=dgrad, wgrad=wgrad, small=small)
 
     def scale_from_history(self, amax: torch.Tensor, fmt: FP8Format) -> torch.Tensor:
         return self._step(amax[..., -1], fmt)

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from octavo.tables import tables
+
 
 @dataclasses.dataclass(frozen=True)
 class ReportRow:
@@ -30,6 +32,7 @@ class Report:
     """Calls of linears inside regions since the process began, or since the last reset; not recomputations' savings."""
 
     rows: tuple[ReportRow, ...]
+    tables: tuple[str, ...] = ()  # what decides which products run in FP8, and by which algorithm (octavo.tables)
 
     @property
     def fp8_calls(self) -> int:
@@ -44,6 +47,7 @@ class Report:
             "fp8_calls": self.fp8_calls,
             "other_calls": self.other_calls,
             "rows": [dataclasses.asdict(row) for row in self.rows],
+            "tables": list(self.tables),
         }
 
     def __str__(self) -> str:
@@ -54,6 +58,8 @@ class Report:
             ran = row.reason if row.is_fp8 else f"not FP8: {row.reason}"
             shape = ("(any)", "", "") if row.m < 0 else (row.m, row.n, row.k)
             lines.append("{:>8} {:>8} {:>8} {:>8}  {}".format(*shape, row.calls, ran))
+        if self.rows:
+            lines += [f"table: {table}" for table in self.tables]
         return "\n".join(lines)
 
 
@@ -67,4 +73,4 @@ def report(*, reset: bool = False) -> Report:
     rows = tuple(ReportRow(*numbers[4 * i : 4 * i + 4], reason) for i, reason in enumerate(reasons))
     if reset:
         torch.ops.octavo._clear_report()
-    return Report(rows)
+    return Report(rows, tuple(table.describe() for table in tables()))

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from octavo import tables
 from octavo.autocast import innermost
 from octavo.recipe import FP8Format, FP8Recipe
 
@@ -103,7 +104,7 @@ def state_dict(model: torch.nn.Module) -> dict[str, Any]:
             *tensors, policy, _ = torch.ops.octavo._read_state(weight)
             if policy:
                 linears[name + suffix] = {**dict(zip(_TENSORS, tensors, strict=True)), "policy": policy}
-    return {"version": _VERSION, "linears": linears}
+    return {"version": _VERSION, "linears": linears, "tables": tables.as_state()}
 
 
 def _weights(parameter: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
@@ -138,6 +139,7 @@ def _find(name: str, parameters: dict[str, torch.nn.Parameter]) -> torch.Tensor 
 
 def load_state_dict(model: torch.nn.Module, state: dict[str, Any]) -> None:
     """Puts a state_dict back: training goes on with the same bits. Parameters that `state` does not name keep theirs.
+    Warns where it was saved under other tables of small products or of algorithms than those in force.
 
     Raises:
         ValueError: one, naming every entry that is unknown, incomplete or of the wrong shape; nothing is changed then.
@@ -150,6 +152,7 @@ def load_state_dict(model: torch.nn.Module, state: dict[str, Any]) -> None:
         raise ValueError(
             "octavo: the scaling state does not fit this model, nothing was loaded: " + "; ".join(problems)
         )
+    tables.warn_if_others(state.get("tables"))
     for name, entry in state["linears"].items():
         torch.ops.octavo._write_state(_find(name, parameters), *(entry[key] for key in _TENSORS), entry["policy"])
 

@@ -1,0 +1,136 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "small_products.h"
+
+#include <c10/util/Exception.h>
+
+#include <atomic>
+#include <cstdio>
+#include <fstream>
+#include <iterator>
+#include <mutex>
+#include <sstream>
+#include <string_view>
+
+namespace octavo {
+namespace {
+
+struct Shipped {
+  const char* name;
+  const char* text;
+};
+// Made by CMake of csrc/tables/*.txt.
+constexpr Shipped kShipped[] = {
+#include "shipped_small_tables.inc"
+};
+
+// FNV-1a, so that two tables of one name can be told apart.
+std::string hash_of(std::string_view text) {
+  uint64_t hash = 0xcbf29ce484222325u;
+  for (const char c : text) hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3u;
+  char digits[17];
+  std::snprintf(digits, sizeof digits, "%016llx", static_cast<unsigned long long>(hash));
+  return digits;
+}
+
+std::shared_ptr<const SmallProducts> parse(const std::string& text, const std::string& file) {
+  auto products = std::make_shared<SmallProducts>();
+  products->table.hash = hash_of(text);
+  std::istringstream lines(text);
+  std::string line;
+  for (int number = 1; std::getline(lines, line); ++number) {
+    const auto expect = [&](bool good, const char* what) {
+      TORCH_CHECK(good, "octavo: ", file, ":", number, ": expected ", what, ", found \"", line, "\"");
+    };
+    if (number == 1) {
+      expect(line == "octavo-small-table 1", "\"octavo-small-table 1\"");
+    } else if (line.starts_with("name=")) {
+      products->table.name = line.substr(5);
+      expect(!products->table.name.empty() && products->table.name != "auto", "a name other than \"auto\"");
+    } else if (line.starts_with("device=\"") && line.ends_with("\"") && line.size() > 9) {
+      products->table.device = line.substr(8, line.size() - 9);
+    } else if (!line.empty() && line[0] != '#') {
+      char recipe[16], rest;
+      SmallProducts::Corner c;
+      long long m, n, k;
+      const int fields = std::sscanf(line.c_str(), "%15s %lld %lld %lld %c", recipe, &m, &n, &k, &rest);
+      const std::string_view kind = recipe;
+      expect(fields == 4 && (kind == "delayed" || kind == "dynamic") && m > 0 && n > 0 && k > 0,
+             "name=, device=\"\", or delayed or dynamic with M, N and K");
+      c = {m, n, k};
+      (kind == "delayed" ? products->delayed : products->dynamic).push_back(c);
+    }
+  }
+  TORCH_CHECK(!products->table.name.empty() && !products->table.device.empty(), "octavo: ", file,
+              ": expected the lines \"octavo-small-table 1\", name= and device=\"\"");
+  return products;
+}
+
+struct Tables {
+  std::mutex mutex;
+  std::vector<std::shared_ptr<const SmallProducts>> all;  // the later counts
+  std::atomic<std::size_t> count = 0;
+};
+Tables& tables() {
+  static auto* instance = [] {
+    auto* made = new Tables;
+    for (const auto& shipped : kShipped) made->all.push_back(parse(shipped.text, shipped.name));
+    made->count = made->all.size();
+    return made;
+  }();
+  return *instance;
+}
+
+// The last that fits, or null.
+template <class Fits>
+std::shared_ptr<const SmallProducts> find(Fits&& fits) {
+  auto& t = tables();
+  std::lock_guard lock(t.mutex);
+  for (auto it = t.all.rbegin(); it != t.all.rend(); ++it)
+    if (fits((*it)->table)) return *it;
+  return nullptr;
+}
+
+}  // namespace
+
+bool SmallProducts::pays(ScalingKind kind, int64_t m, int64_t n, int64_t k) const {
+  for (const auto& corner : kind == ScalingKind::kDynamic ? dynamic : delayed)
+    if (m >= corner.m && n >= corner.n && k >= corner.k) return true;
+  return false;
+}
+
+std::shared_ptr<const SmallProducts> small_products(const std::string& name) {
+  auto found = find([&](const SmallTable& table) { return table.name == name; });
+  if (found) return found;
+  std::string known;
+  for (const auto& table : small_tables()) known += ", \"" + table.name + "\"";
+  TORCH_CHECK(false, "octavo: small must be \"\" (everything in FP8), \"auto\"", known,
+              ", or the name of a table that ", "load_small_table has read, not \"", name, "\"");
+}
+
+std::size_t count_small_tables() { return tables().count; }
+
+std::shared_ptr<const SmallProducts> small_products_of(const std::string& device_name) {
+  return find([&](const SmallTable& table) { return table.device == device_name; });
+}
+
+std::string load_small_table(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  const std::string text((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
+  TORCH_CHECK(file.is_open() && !file.bad(), "octavo: the table ", path, " cannot be read");
+  auto products = parse(text, path);
+  auto& t = tables();
+  std::lock_guard lock(t.mutex);
+  t.all.push_back(products);
+  t.count = t.all.size();
+  return products->table.name;
+}
+
+std::vector<SmallTable> small_tables() {
+  auto& t = tables();
+  std::lock_guard lock(t.mutex);
+  std::vector<SmallTable> found;
+  for (const auto& products : t.all) found.push_back(products->table);
+  return found;
+}
+
+}  // namespace octavo
