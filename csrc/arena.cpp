@@ -154,12 +154,11 @@ bool Arena::is_seeded(int32_t slot, int32_t version) const {
   return true;
 }
 
-bool Arena::note_stream() {
+bool Arena::note_stream(const Place& place) {
   if (!one_stream_.load(std::memory_order_relaxed)) return false;
-  if (is_capturing()) return true;
-  const uint64_t current = memory_.stream(device_);
+  if (place.capture) return true;
   uint64_t first = kNoStream;
-  if (stream_.compare_exchange_strong(first, current) || first == current) return true;
+  if (stream_.compare_exchange_strong(first, place.stream) || first == place.stream) return true;
   one_stream_ = false;
   memory_.join(first, device_);  // kernels on it may rely on being alone
   return false;

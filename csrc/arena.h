@@ -21,7 +21,7 @@ namespace octavo {
 struct DeviceMemory {
   void* (*allocate)(std::size_t bytes, c10::Device device);         // zeroed, never freed
   void* (*allocate_shared)(std::size_t bytes, c10::Device device);  // the same, on the host, where both can write
-  uint64_t (*is_capturing)(c10::Device device);                     // the number of the graph that is captured, or 0
+  uint64_t (*capture)(c10::Device device);                          // the number of the graph that is captured, or 0
   uint64_t (*stream)(c10::Device device);                           // the current one, as a number
   void (*join)(uint64_t stream, c10::Device device);                // the current one waits for that one
 };
@@ -29,6 +29,12 @@ void register_device_memory(c10::DeviceType type, DeviceMemory memory);
 
 class Arena {
  public:
+  // Where a call's kernels go: the number of the stream, and of the graph that is captured on it (0: none).
+  struct Place {
+    uint64_t stream = 0;
+    uint64_t capture = 0;
+  };
+
   // The arena of a device, made on first use. Throws where this build has no kernels for the device.
   static Arena& of(c10::Device device);
   // The arenas made so far.
@@ -56,7 +62,7 @@ class Arena {
   // int32 words of a slot / floats of its rings, as tensors over the arena's own memory.
   at::Tensor slot_words(int32_t slot);
   at::Tensor ring_floats(int32_t ring, int64_t history_len);
-  bool is_capturing() const { return memory_.is_capturing(device_) != 0; }
+  bool is_capturing() const { return memory_.capture(device_) != 0; }
 
   // For a slot that is emptied or loaded: what was known of its history is no longer.
   int32_t new_version();
@@ -64,13 +70,11 @@ class Arena {
   bool is_seeded(int32_t slot, int32_t version) const;
   // Says that the current stream uses or empties slots; false once more than one stream has. The second one waits once
   // for what the first has under way. In a capture: asks only.
-  bool note_stream();
+  bool note_stream(const Place& place);
+  bool note_stream() { return note_stream(place()); }
   // The same of an advance. One in a graph that is captured may be replayed on any stream.
   void note_advance();
-  // Number of the current stream, and of the capture that it is in (0: none).
-  std::pair<uint64_t, uint64_t> stream_and_capture() const {
-    return {memory_.stream(device_), memory_.is_capturing(device_)};
-  }
+  Place place() const { return {memory_.stream(device_), memory_.capture(device_)}; }
   // For tests: as if no stream had been seen yet.
   void forget_streams() { stream_ = kNoStream, one_stream_ = true; }
   // Some tensor of the arena, to dispatch on its device with.

@@ -17,7 +17,6 @@
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/saved_variable.h>
 
-#include "arena.h"
 #include "linear_state.h"
 #include "ops/checks.h"
 #include "ops/primitives.h"
@@ -40,6 +39,7 @@ struct Saved {
   Tensor x;              // wgrad's operand: the transposed FP8 copy, or x itself; undefined if not wanted
   Tensor tape;           // undefined if nothing was quantised
   Tensor w_col;          // w's transposed copy, if that is kept
+  ops::Made scope_w;     // the same of a scope of unchanged weights, with the tape that has its step
   bool seeded = false;   // g's step is on the tape
   bool records = false;  // there is a slot to record in
   std::shared_ptr<InputHistory> inputs;  // where a record of x is noted, under its number
@@ -92,13 +92,18 @@ struct Forward {
                           .x_keep = ops::copies(false, x_col),
                           .w_keep = ops::copies(false, w_step && region.keep_fp8_weights, w_step)};
     const InputUse input(*this, slot, call);
-    const WeightUse weight(*this, call);
+    const WeightUse weight(*this, slot, call);
     auto result = ops::linear_forward(call);
     input.done(result);
     weight.done(result);
     saved.tape = result.tape;
     saved.x = input.made ? input.made->col : result.x.col;
-    saved.w_col = weight.made.tape.defined() ? weight.made.col : result.w.col;
+    const bool is_made = weight.made.tape.defined();
+    if (region.keep_fp8_weights) {
+      saved.w_col = is_made ? weight.made.col : result.w.col;
+    } else if (weight.key) {
+      saved.scope_w = is_made ? weight.made : ops::Made{{}, result.w.col, result.tape};
+    }
     // A recomputation may bring another tape, on which g's step is missing.
     saved.seeded = slot.use.seeded;
     saved.records = records;
@@ -107,24 +112,28 @@ struct Forward {
     return result.y;
   }
 
-  InputKey key(at::ScalarType type) const {
-    const auto [stream, capture] = Arena::of(x.device()).stream_and_capture();
-    return {region.policy.id, type, stream, capture};
+  CopyKey key(at::ScalarType type, const SlotHold& slot) const {
+    return {region.policy.id, type, slot.place.stream, slot.place.capture};
   }
 
   // Copies of x that the linear before has made of the same input (shared_input.h), or that the next one may use.
   struct InputUse {
     InputUse(const Forward& forward, const SlotHold& slot, ops::ForwardCall& call)
         : history(slot.history), records(call.records), maker(slot.inputs) {
-      if (!forward.trains() || !forward.region.share_inputs) return;
-      number = shared.meet(forward.x, forward.key(call.x_type));
+      if (!forward.trains()) return;
+      if (!forward.region.share_inputs) {
+        number = SharedInput::new_number();  // histories go on, for regions that share
+        return;
+      }
+      is_met = true;
+      number = shared.meet(forward.x, forward.key(call.x_type, slot));
       if (history == SlotHold::kUnknown) return;
       made = shared.find(history, ops::copies(call.wants_y, call.x_keep & ops::kCol), records);
       call.x_made = made;
       if (!made && call.wants_y && (!maker || maker->goes_on)) call.x_keep |= ops::kRow;
     }
     void done(const ops::ForwardResult& result) const {
-      if (number && !made && history != SlotHold::kUnknown)
+      if (is_met && !made && history != SlotHold::kUnknown)
         shared.keep({result.x.row, result.x.col, result.tape}, history, records, maker);
     }
 
@@ -133,14 +142,17 @@ struct Forward {
     bool records;
     const std::shared_ptr<InputHistory>& maker;
     uint64_t number = 0;
+    bool is_met = false;
     const ops::Made* made = nullptr;
   };
 
   // Copies of w made before in a scope of unchanged weights (weight_copies.h).
   struct WeightUse {
-    WeightUse(const Forward& forward, ops::ForwardCall& call) : w(forward.w), records(call.records) {
-      if (!in_weight_scope()) return;
-      key = forward.key(call.w_type);
+    WeightUse(const Forward& forward, const SlotHold& slot, ops::ForwardCall& call)
+        : w(forward.w), records(call.records) {
+      if (!in_weight_scope() || !slot.is_sure) return;
+      key = forward.key(call.w_type, slot);
+      key->version = slot.version;
       made = find_weight_copies(w, *key, records);
       if (made.tape.defined()) {
         call.w_made = &made;
@@ -154,7 +166,7 @@ struct Forward {
 
     const Tensor& w;
     bool records;
-    std::optional<InputKey> key;
+    std::optional<CopyKey> key;
     ops::Made made;
   };
 };
@@ -190,6 +202,7 @@ class Fp8LinearBackward final : public torch::autograd::Node {
         // A recomputed tape, or one that hooks bring back, need not have the step that was known at forward.
         seeded_(saved.seeded && !tape_.has_hooks()),
         records_(saved.records),
+        scope_w_(call.needs_dx ? saved.scope_w : ops::Made()),
         inputs_(saved.inputs),
         input_(saved.input),
         types_(call.region.types),
@@ -209,6 +222,7 @@ class Fp8LinearBackward final : public torch::autograd::Node {
     std::lock_guard lock(mutex_);
     w_.reset_data();
     w_col_.reset_data();
+    scope_w_ = {};
     x_.reset_data();
     tape_.reset_data();
   }
@@ -227,22 +241,24 @@ class Fp8LinearBackward final : public torch::autograd::Node {
     // Also where only the bias learns: g's history goes on, for when more does again.
     const bool quantizes = tape.defined() && (in_fp8(products_.dgrad) || in_fp8(products_.wgrad));
     if (quantizes) {
-      auto gradients = ops::linear_backward({.g = grad,
-                                             .tape = tape,
-                                             .w = dx_fp8 ? w : Tensor(),
-                                             .w_col = dx_fp8 ? w_col : Tensor(),
-                                             .x_col = dw_fp8 ? x : Tensor(),
-                                             .policy = policy_,
-                                             .g_type = types_.type[kG],
-                                             .w_type = types_.type[kW],
-                                             .dx_sizes = x_like_.sizes,
-                                             .dx_type = x_like_.dtype,
-                                             .dw_type = w_like_.dtype,
-                                             .dx_fast = fast(products_.dgrad),
-                                             .dw_fast = fast(products_.wgrad),
-                                             .db_type = db ? std::optional(bias_dtype_) : std::nullopt,
-                                             .seeded = seeded_,
-                                             .records = records_});
+      auto gradients =
+          ops::linear_backward({.g = grad,
+                                .tape = tape,
+                                .w = dx_fp8 ? w : Tensor(),
+                                .w_col = dx_fp8 ? (scope_w_.col.defined() ? scope_w_.col : w_col) : Tensor(),
+                                .x_col = dw_fp8 ? x : Tensor(),
+                                .w_tape = scope_w_.tape,
+                                .policy = policy_,
+                                .g_type = types_.type[kG],
+                                .w_type = types_.type[kW],
+                                .dx_sizes = x_like_.sizes,
+                                .dx_type = x_like_.dtype,
+                                .dw_type = w_like_.dtype,
+                                .dx_fast = fast(products_.dgrad),
+                                .dw_fast = fast(products_.wgrad),
+                                .db_type = db ? std::optional(bias_dtype_) : std::nullopt,
+                                .seeded = seeded_,
+                                .records = records_});
       result = {std::move(gradients.dx), std::move(gradients.dw), std::move(gradients.db)};
     } else if (records_) {
       ops::record(tape, policy_);
@@ -286,6 +302,8 @@ class Fp8LinearBackward final : public torch::autograd::Node {
   const int32_t policy_;
   const bool seeded_;
   const bool records_;
+  // Held as they are: a recomputation need not be in the scope, and must save as many tensors.
+  ops::Made scope_w_;
   const std::shared_ptr<InputHistory> inputs_;
   const uint64_t input_;
   const OperandTypes types_;

@@ -55,11 +55,11 @@ struct LinearState {
   // A record under another policy empties the rings, and may come late, from a backward of long ago: a state that has
   // known two policies is never sure again.
   void note_policy(int32_t id) { only_policy = only_policy == 0 || only_policy == id ? id : kSeveral; }
-  ops::SlotUse use(const ScalingPolicy& policy) {
+  ops::SlotUse use(const ScalingPolicy& policy, const Arena::Place& place) {
     ops::SlotUse slot{handle.slot, handle.generation, ring_of(policy.history_len)};
-    slot.alone = arena->note_stream();
+    slot.alone = arena->note_stream(place);
     slot.seeded = slot.alone && only_policy == policy.id && arena->is_seeded(handle.slot, version) &&
-                  !arena->is_capturing();  // a replay may come after the slot was emptied
+                  !place.capture;  // a replay may come after the slot was emptied
     return slot;
   }
   void empty(uint64_t history) {
@@ -68,9 +68,11 @@ struct LinearState {
   }
 
   static constexpr int32_t kSeveral = -1;
+  static constexpr uint64_t kSeveralCaptures = ~uint64_t{0};
   Arena* arena;
   Arena::Handle handle;
   int32_t version;
+  uint64_t captured = 0;    // the graph capture that it was trained in, whose replays the host does not see; 0: none
   int32_t only_policy = 0;  // that a backward may have recorded under, or that was loaded; 0: none yet
   Arena::Rings rings;
   std::shared_ptr<InputHistory> inputs = std::make_shared<InputHistory>();
@@ -92,10 +94,10 @@ Live& live() {
   return *instance;
 }
 
-class ParameterState final : public ParameterHook {
+class ParameterState final {
  public:
   ParameterState() { live().parameters.insert(this); }
-  ~ParameterState() override {
+  ~ParameterState() {
     std::lock_guard lock(live().mutex);
     live().parameters.erase(this);
     live().slots_by_policy.clear();
@@ -127,7 +129,7 @@ std::unique_ptr<LinearState> moved(LinearState& from, Arena& to, int64_t owner) 
   to.slot_words(state->handle.slot).copy_(words);
   state->custom = from.custom;
   state->only_policy = from.only_policy;
-  state->inputs->reset(from.inputs->value());
+  state->inputs->reset(InputHistory::mixed(SharedInput::new_number(), 0));  // what is pending is not followed
   return state;
 }
 
@@ -155,13 +157,16 @@ LinearState* state_of(ParameterState& parameter, const at::Tensor& leaf, const V
   return (parameter.states[key] = std::move(made)).get();
 }
 
-void note_use(LinearState& state, const ScalingPolicy& policy, bool trains) {
+void note_use(LinearState& state, const ScalingPolicy& policy, bool trains, const Arena::Place& place) {
   if (policy.kind == ScalingKind::kCustom &&
       std::find(state.custom.begin(), state.custom.end(), policy.id) == state.custom.end()) {
     state.custom.push_back(policy.id);
     live().slots_by_policy.erase(policy.id);
   }
   if (trains) state.note_policy(policy.id);
+  if (trains && place.capture)
+    state.captured =
+        state.captured == 0 || state.captured == place.capture ? place.capture : LinearState::kSeveralCaptures;
   if (trains && ++state.trained == kStepsNeverTaken && live().steps == 0) {
     TORCH_WARN_ONCE("octavo: a weight was used ", kStepsNeverTaken,
                     " times in training and no optimizer step was seen, so its delayed scaling has no history and "
@@ -190,18 +195,21 @@ bool can_hold_state(const at::Tensor& weight) { return !weight.is_inference() &&
 
 SlotHold slot_of(const at::Tensor& weight, const ScalingPolicy& policy, bool trains) {
   SlotHold hold;
+  hold.place = Arena::of(weight.device()).place();
   if (policy.kind == ScalingKind::kDynamic || weight.is_inference()) return hold;
   auto [leaf, key] = leaf_of(weight);
   if (!leaf.defined()) return hold;
   std::lock_guard lock(live().mutex);
-  auto* state = state_of(hook_of<ParameterState>(leaf), leaf, key, weight.device());
+  auto* state = state_of(kept_with<ParameterState>(leaf), leaf, key, weight.device());
   if (!state) return hold;
-  note_use(*state, policy, trains);
-  hold.use = state->use(policy);
+  note_use(*state, policy, trains, hold.place);
+  hold.use = state->use(policy, hold.place);
   // A dispatch mode would run code of its own while the lock is held, which may come back for it.
   if (c10::impl::TorchDispatchModeTLS::any_modes_set()) hold.use.seeded = false;
   if (hold.use.seeded) hold.lock = std::shared_lock(emptying());
-  const bool follows = policy.kind != ScalingKind::kCustom && state->only_policy == policy.id;
+  hold.version = state->version;
+  hold.is_sure = state->only_policy == policy.id && (state->captured == 0 || state->captured == hold.place.capture);
+  const bool follows = hold.is_sure && policy.kind != ScalingKind::kCustom;
   hold.history = follows ? state->inputs->value() : SlotHold::kUnknown;
   if (trains) hold.inputs = state->inputs;
   return hold;
@@ -210,7 +218,7 @@ SlotHold slot_of(const at::Tensor& weight, const ScalingPolicy& policy, bool tra
 std::vector<std::vector<int64_t>> slices_of(const at::Tensor& parameter) {
   std::lock_guard lock(live().mutex);
   std::vector<std::vector<int64_t>> slices;
-  if (auto* state = find_hook<ParameterState>(parameter))
+  if (auto* state = find_kept<ParameterState>(parameter))
     for (auto& [key, linear] : state->states)
       if (!key.empty()) slices.push_back(key);
   return slices;
@@ -221,7 +229,7 @@ std::optional<StateTensors> read_state(const at::Tensor& weight) {
   if (!leaf.defined()) return std::nullopt;
   std::lock_guard lock(live().mutex);
   const WithoutModes without_modes;
-  auto* parameter = find_hook<ParameterState>(leaf);
+  auto* parameter = find_kept<ParameterState>(leaf);
   if (!parameter || !parameter->states.contains(key)) return std::nullopt;
   auto& state = *parameter->states[key];
   const auto words = state.arena->slot_words(state.handle.slot).to(at::kCPU, /*non_blocking=*/false, /*copy=*/true);
@@ -260,10 +268,10 @@ void write_state(const at::Tensor& weight, const StateTensors& state) {
 
   std::lock_guard lock(live().mutex);
   const WithoutModes without_modes;
-  auto& parameter = hook_of<ParameterState>(leaf);
+  auto& parameter = kept_with<ParameterState>(leaf);
   auto* linear = state_of(parameter, leaf, key, weight.device());
   TORCH_CHECK(linear, "octavo: the parameter already has states for ", kMaxViews, " slices");
-  note_use(*linear, policy, /*trains=*/false);
+  note_use(*linear, policy, /*trains=*/false, {});
   linear->note_policy(policy.id);
   const std::unique_lock emptied(emptying());
   linear->arena->note_stream();
@@ -291,7 +299,7 @@ int64_t claim(at::TensorList parameters, int64_t owner, bool take_over) {
   const WithoutModes without_modes;
   int64_t changed = 0;
   for (const auto& parameter : parameters) {
-    auto* state = find_hook<ParameterState>(parameter);
+    auto* state = find_kept<ParameterState>(parameter);
     if (!state || state->owner == owner || (state->owner && !take_over)) continue;
     state->set_owner(owner);
     ++changed;

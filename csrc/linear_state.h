@@ -24,7 +24,10 @@ namespace octavo {
 struct SlotHold {
   static constexpr uint64_t kUnknown = ~uint64_t{0};  // equal to no other one's
   ops::SlotUse use;
+  Arena::Place place;
   uint64_t history = InputHistory::kStateless;  // of x, as it is now (shared_input.h)
+  int32_t version = 0;                          // of the slot
+  bool is_sure = true;                          // steps change by advances and with the version, and in no other way
   std::shared_ptr<InputHistory> inputs;         // for a backward to record in; null: it will not
   std::shared_lock<std::shared_mutex> lock;
 };

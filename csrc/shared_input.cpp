@@ -16,18 +16,37 @@ SharedInput& SharedInput::of_this_thread() {
   return shared;
 }
 
-uint64_t SharedInput::meet(const at::Tensor& x, const InputKey& key) {
+Content::Content(const at::Tensor& x)
+    : storage_(x.storage().getWeakStorageImpl()),
+      version_(x._version()),
+      offset_(x.storage_offset()),
+      type_(x.scalar_type()),
+      sizes_(x.sizes()),
+      strides_(x.strides()) {}
+
+bool Content::is_still_of(const at::Tensor& x) const {
+  return storage_._unsafe_get_target() == x.storage().unsafeGetStorageImpl() && version_ == x._version() &&
+         offset_ == x.storage_offset() && type_ == x.scalar_type() && x.sizes() == at::IntArrayRef(sizes_) &&
+         x.strides() == at::IntArrayRef(strides_);
+}
+
+uint64_t SharedInput::new_number() {
   static std::atomic<uint64_t> numbers = 0;
-  // An inference tensor has no version: it may have changed.
-  const bool is_same = !x.is_inference() && x_._unsafe_get_target() == x.unsafeGetTensorImpl() && !x_.expired() &&
-                       x._version() == version_ && x.const_data_ptr() == data_ && key == key_;
+  return ++numbers;
+}
+
+uint64_t SharedInput::meet(const at::Tensor& x, const CopyKey& key) {
+  if (x.is_inference()) {  // it has no version, and may have changed
+    forget();
+    return new_number();
+  }
+  const bool is_same = x_._unsafe_get_target() == x.unsafeGetTensorImpl() && key == key_ && content_.is_still_of(x);
   if (is_same) return number_;
   forget();
   x_ = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>(x.getIntrusivePtr());
-  data_ = x.const_data_ptr();
-  version_ = x.is_inference() ? 0 : x._version();
+  content_ = Content(x);
   key_ = key;
-  number_ = ++numbers;
+  number_ = new_number();
   return number_;
 }
 

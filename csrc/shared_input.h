@@ -29,12 +29,11 @@ class InputHistory {
   static constexpr uint64_t kStateless = 1;
 
   uint64_t value() const { return value_.load(std::memory_order_relaxed); }
-  // A backward has recorded this input. Any order, as the maximum that it stands for.
+  // A backward has recorded this input. In any order, as the maximum that it stands for.
   void record(uint64_t input) { pending_ += mixed(input, 0x9e3779b97f4a7c15u); }
-  // Advance number `step` has met the slot.
-  void advance(uint64_t step) {
-    if (const uint64_t recorded = pending_.exchange(0)) value_ = mixed(mixed(value_, recorded), step);
-  }
+  // Advance number `step` has met the slot. It counts also where nothing seems to be pending: something loaded may be,
+  // or what an advance that was predicated off has left.
+  void advance(uint64_t step) { value_ = mixed(mixed(value_, pending_.exchange(0)), step); }
   // Emptied (kEmpty), or loaded with contents of this hash.
   void reset(uint64_t value) { value_ = value, pending_ = 0; }
 
@@ -48,13 +47,29 @@ class InputHistory {
   std::atomic<uint64_t> pending_ = 0;
 };
 
-// What has to be the same for copies of x to be the same.
-struct InputKey {
+// A tensor as far as autograd's version, its storage and its layout tell: where they are the same, its values are.
+class Content {
+ public:
+  Content() = default;
+  explicit Content(const at::Tensor& x);
+  bool is_still_of(const at::Tensor& x) const;
+
+ private:
+  // Weak: no other storage can come to have this identity.
+  c10::weak_intrusive_ptr<c10::StorageImpl> storage_{c10::intrusive_ptr<c10::StorageImpl>()};
+  int64_t version_ = 0, offset_ = 0;
+  at::ScalarType type_ = at::kFloat;
+  at::DimVector sizes_, strides_;
+};
+
+// What else has to be the same for copies to be the same.
+struct CopyKey {
   int32_t policy = 0;
   at::ScalarType type = at::kFloat8_e4m3fn;
   uint64_t stream = 0;
   uint64_t capture = 0;  // of a CUDA graph; 0: none
-  bool operator==(const InputKey&) const = default;
+  int32_t version = 0;   // of the slot; for copies of weights
+  bool operator==(const CopyKey&) const = default;
 };
 
 // This thread's last input.
@@ -62,8 +77,10 @@ class SharedInput {
  public:
   static SharedInput& of_this_thread();
 
+  // The number of an input that is not to be shared.
+  static uint64_t new_number();
   // Begins a use of x: gives its number, new if it is not the last one's input.
-  uint64_t meet(const at::Tensor& x, const InputKey& key);
+  uint64_t meet(const at::Tensor& x, const CopyKey& key);
   // Copies that a slot with this history may use, or null. `wanted`: which copies; `records`: with peaks.
   const ops::Made* find(uint64_t history, ops::Copies wanted, bool records) const;
   // What the slot's forward has made of the input; of copies that were not kept, the row copy is missing.
@@ -73,9 +90,8 @@ class SharedInput {
  private:
   c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> x_{
       c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()};
-  const void* data_ = nullptr;
-  int64_t version_ = 0;
-  InputKey key_;
+  Content content_;
+  CopyKey key_;
   uint64_t number_ = 0;
   ops::Made made_;
   uint64_t history_ = 0;

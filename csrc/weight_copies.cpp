@@ -26,19 +26,19 @@ Scope& scope() {
 }
 std::atomic<bool> active = false;
 
-class WeightCopies final : public ParameterHook {
+class WeightCopies final {
  public:
   struct Entry {
     ops::Made made;
-    InputKey key;
-    const void* data;
-    int64_t version;
+    CopyKey key;
+    Content content;
     uint64_t epoch;
     bool records;
+    bool inference;  // no autograd can save them
   };
 
   WeightCopies() { scope().alive.insert(this); }
-  ~WeightCopies() override {
+  ~WeightCopies() {
     std::lock_guard lock(scope().mutex);
     scope().alive.erase(this);
   }
@@ -86,32 +86,32 @@ void weights_changed() {
   freed = all_entries(s);
 }
 
-ops::Made find_weight_copies(const at::Tensor& weight, const InputKey& key, bool records) {
+ops::Made find_weight_copies(const at::Tensor& weight, const CopyKey& key, bool records) {
   if (weight.is_inference()) return {};
   const auto [leaf, part] = leaf_of(weight);
   if (!leaf.defined()) return {};
   auto& s = scope();
   std::lock_guard lock(s.mutex);
-  auto* copies = find_hook<WeightCopies>(leaf);
+  auto* copies = find_kept<WeightCopies>(leaf);
   if (!copies) return {};
   const auto found = copies->entries.find(part);
   if (found == copies->entries.end()) return {};
   const auto& entry = found->second;
-  const bool is_same = entry.key == key && entry.data == weight.const_data_ptr() &&
-                       entry.version == weight._version() && entry.epoch == s.epoch && (entry.records || !records);
-  return is_same ? entry.made : ops::Made();
+  const bool is_same = entry.key == key && entry.content.is_still_of(weight) && entry.epoch == s.epoch;
+  const bool serves = (entry.records || !records) && (!entry.inference || c10::InferenceMode::is_enabled());
+  return is_same && serves ? entry.made : ops::Made();
 }
 
-void keep_weight_copies(const at::Tensor& weight, const InputKey& key, bool records, const ops::Made& made) {
+void keep_weight_copies(const at::Tensor& weight, const CopyKey& key, bool records, const ops::Made& made) {
   if (weight.is_inference()) return;
   const auto [leaf, part] = leaf_of(weight);
   if (!leaf.defined()) return;
   auto& s = scope();
-  WeightCopies::Entry entry{made, key, weight.const_data_ptr(), weight._version(), 0, records};
+  WeightCopies::Entry entry{made, key, Content(weight), 0, records, c10::InferenceMode::is_enabled()};
   std::lock_guard lock(s.mutex);
   if (s.depth == 0) return;
   entry.epoch = s.epoch;
-  std::swap(hook_of<WeightCopies>(leaf).entries[part], entry);
+  std::swap(kept_with<WeightCopies>(leaf).entries[part], entry);
 }
 
 UnchangedWeights::UnchangedWeights() { enter_weight_scope(); }

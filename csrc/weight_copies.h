@@ -20,7 +20,7 @@ void weights_changed();
 
 // The copies of a weight made under this key in this scope, if it is (as far as autograd can tell) what it was; and
 // with peaks, if `records`. Undefined tensors if there are none.
-ops::Made find_weight_copies(const at::Tensor& weight, const InputKey& key, bool records);
-void keep_weight_copies(const at::Tensor& weight, const InputKey& key, bool records, const ops::Made& made);
+ops::Made find_weight_copies(const at::Tensor& weight, const CopyKey& key, bool records);
+void keep_weight_copies(const at::Tensor& weight, const CopyKey& key, bool records, const ops::Made& made);
 
 }  // namespace octavo

@@ -246,7 +246,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> linear_forward(
 
 std::tuple<Tensor, Tensor, Tensor> linear_backward(const Tensor& g, const Tensor& words, const OptionalTensor& w,
                                                    const OptionalTensor& given_w_col, const OptionalTensor& x_col,
-                                                   int64_t policy_id, at::ScalarType g_type, at::ScalarType w_type,
+                                                   const OptionalTensor& w_tape, int64_t policy_id,
+                                                   at::ScalarType g_type, at::ScalarType w_type,
                                                    at::IntArrayRef dx_sizes, at::ScalarType dx_type,
                                                    at::ScalarType dw_type, bool dx_fast, bool dw_fast,
                                                    std::optional<at::ScalarType> db_type, bool seeded, bool records) {
@@ -263,7 +264,8 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward(const Tensor& g, const Tensor
   Tensor dx, dw;
   if (wants_dx) {
     const auto w_col = given_w_col ? *given_w_col : padded_copies(*w, tape.operand[kW].scale, w_type, kCol).second;
-    dx = mm(g_row, w_col, g_step, 0, words, tape_word(kW), {}, g2.size(0), dx_sizes.back(), dx_type, dx_fast)
+    dx = mm(g_row, w_col, g_step, 0, given_w_col && w_tape ? *w_tape : words, tape_word(kW), {}, g2.size(0),
+            dx_sizes.back(), dx_type, dx_fast)
              .view(dx_sizes);
   }
   if (x_col) dw = mm(g_col, *x_col, g_step, 0, words, tape_word(kX), {}, g2.size(1), dx_sizes.back(), dw_type, dw_fast);

@@ -186,7 +186,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> linear_forward(
 
 std::tuple<Tensor, Tensor, Tensor> linear_backward(const Tensor& g, const Tensor& given_tape, const OptionalTensor& w,
                                                    const OptionalTensor& w_col, const OptionalTensor& x_col,
-                                                   int64_t policy_id, at::ScalarType g_type, at::ScalarType w_type,
+                                                   const OptionalTensor& given_w_tape, int64_t policy_id,
+                                                   at::ScalarType g_type, at::ScalarType w_type,
                                                    at::IntArrayRef dx_sizes, at::ScalarType dx_type,
                                                    at::ScalarType dw_type, bool dx_fast, bool dw_fast,
                                                    std::optional<at::ScalarType> db_type, bool seeded, bool records) {
@@ -194,7 +195,7 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward(const Tensor& g, const Tensor
   const auto stream = stream_of(g);
   const auto device = g.device();
   const auto& policy = policy_by_id(policy_id);
-  const auto tape = aligned(given_tape);
+  const auto tape = aligned(given_tape), w_tape = given_w_tape ? aligned(*given_w_tape) : tape;
   const bool wants_dx = w || w_col, wants_dw = x_col.has_value();
 
   Slab slab;
@@ -248,7 +249,7 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward(const Tensor& g, const Tensor
   if (wants_dx) {
     dx = empty(dx_sizes, dx_type, device);
     auto b = w_job ? w_job->col_factor(nullptr) : Factor{codes_of(*w_col), w_col->scalar_type(), nullptr};
-    b.step = float_at(tape, tape_word(kW));
+    b.step = float_at(w_job ? tape : w_tape, tape_word(kW));
     multiply({.a = g_job.row_factor(q.used), .b = b, .m = rows, .n = k, .k = q.padded_cols, .fast = dx_fast}, dx);
   }
   if (wants_dw) {

@@ -37,7 +37,7 @@ uint64_t capture_on(cudaStream_t stream) {
   return status == cudaStreamCaptureStatusNone ? 0 : number + 1;
 }
 
-uint64_t is_capturing(c10::Device device) { return capture_on(c10::cuda::getCurrentCUDAStream(device.index())); }
+uint64_t capture(c10::Device device) { return capture_on(c10::cuda::getCurrentCUDAStream(device.index())); }
 
 void join(uint64_t stream, c10::Device device) {
   const c10::cuda::CUDAGuard guard(device);
@@ -55,7 +55,7 @@ uint64_t stream(c10::Device device) {
 }
 
 [[maybe_unused]] const bool registered = [] {
-  register_device_memory(c10::kCUDA, {&allocate, &allocate_shared, &is_capturing, &stream, &join});
+  register_device_memory(c10::kCUDA, {&allocate, &allocate_shared, &capture, &stream, &join});
   return true;
 }();
 

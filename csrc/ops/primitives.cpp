@@ -36,11 +36,12 @@ BackwardResult linear_backward(const BackwardCall& call) {
   using Returned = std::tuple<Tensor, Tensor, Tensor>;
   static const auto op =
       find<Returned(const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-                    int64_t, at::ScalarType, at::ScalarType, at::IntArrayRef, at::ScalarType, at::ScalarType, bool,
-                    bool, std::optional<at::ScalarType>, bool, bool)>("octavo::_linear_backward");
-  auto [dx, dw, db] = op.call(call.g, call.tape, if_defined(call.w), if_defined(call.w_col), if_defined(call.x_col),
-                              call.policy, call.g_type, call.w_type, call.dx_sizes, call.dx_type, call.dw_type,
-                              call.dx_fast, call.dw_fast, call.db_type, call.seeded, call.records);
+                    const OptionalTensor&, int64_t, at::ScalarType, at::ScalarType, at::IntArrayRef, at::ScalarType,
+                    at::ScalarType, bool, bool, std::optional<at::ScalarType>, bool, bool)>("octavo::_linear_backward");
+  auto [dx, dw, db] =
+      op.call(call.g, call.tape, if_defined(call.w), if_defined(call.w_col), if_defined(call.x_col),
+              if_defined(call.w_tape), call.policy, call.g_type, call.w_type, call.dx_sizes, call.dx_type, call.dw_type,
+              call.dx_fast, call.dw_fast, call.db_type, call.seeded, call.records);
   return {std::move(dx), std::move(dw), std::move(db)};
 }
 

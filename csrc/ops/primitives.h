@@ -64,6 +64,7 @@ struct BackwardCall {
   const at::Tensor& g;  // [..., N]
   const at::Tensor& tape;
   at::Tensor w, w_col, x_col;
+  at::Tensor w_tape;  // that has w_col's step; undefined: `tape`
   int64_t policy;
   at::ScalarType g_type;
   at::ScalarType w_type;

@@ -36,10 +36,10 @@ TORCH_LIBRARY(octavo, m) {
       "(Tensor y, Tensor x_row, Tensor x_col, Tensor w_row, Tensor w_col, Tensor tape)");
   // g[..., N] quantised once, with the step that forward's tape holds for it, else by its own amax. dx = g w if w
   // (which is quantised again, with forward's step) or its transposed copy is given; dw = g^T x if x's transposed copy
-  // is; db: g's column sums. records: pending = max(pending, amax) for x, w and g. seeded: g's step is known to be on
-  // the tape.
+  // is; db: g's column sums. w_tape: that has w_col's step, if not `tape`. records: pending = max(pending, amax) for x,
+  // w and g. seeded: g's step is known to be on the tape.
   m.def(
-      "_linear_backward(Tensor g, Tensor tape, Tensor? w, Tensor? w_col, Tensor? x_col, int policy, "
+      "_linear_backward(Tensor g, Tensor tape, Tensor? w, Tensor? w_col, Tensor? x_col, Tensor? w_tape, int policy, "
       "ScalarType g_type, ScalarType w_type, int[] dx_sizes, ScalarType dx_type, ScalarType dw_type, "
       "bool dx_fast, bool dw_fast, ScalarType? db_type, bool seeded, bool records) -> (Tensor dx, Tensor dw, Tensor "
       "db)");

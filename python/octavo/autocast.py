@@ -32,7 +32,8 @@ class fp8_autocast(contextlib.ContextDecorator):
         exclude: modules (with all that is in them) and parameters whose linears stay as they are.
         include_float32: also linears whose operands are float32, which otherwise are left alone.
         share_inputs: linears that follow each other on one input (q, k and v; gate and up) quantise it once and save
-            one copy for backward, where their scales are provably equal. The bits are the same with and without.
+            one copy for backward, where their scales are provably equal. The bits are the same with and without, as
+            long as nothing changes an input behind autograd's back (`x.data.mul_()`) between them.
         keep_fp8_weights: keep the weight's transposed FP8 copy from forward to backward, a byte a parameter, instead
             of quantising it again there.
 

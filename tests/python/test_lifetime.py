@@ -9,6 +9,7 @@ import weakref
 
 import pytest
 import torch
+import torch.nn.functional as F
 from checks import (
     assert_bits,
     assert_same_state,
@@ -121,3 +122,49 @@ def test_backward_uses_the_scale_of_dy_that_forward_captured(device: torch.devic
     octavo.step()
     assert snapshot(layer.weight)["g_scale"] > 2 * before["g_scale"]
     assert_bits(torch.autograd.grad(second, layer.weight, dy)[0], want)
+
+
+@pytest.mark.parametrize("first", ["hook", "state"])
+def test_hooks_of_the_users(device: torch.device, first: str) -> None:
+    """PyTorch clears a parameter's hooks when the first Python hook is registered, and C++ ones are to be first."""
+    w, x = torch.nn.Parameter(torch.randn(16, 32, device=device)), torch.randn(8, 32, device=device)
+    seen: list[torch.Tensor] = []
+
+    def step() -> None:
+        with octavo.fp8_autocast(include_float32=True):
+            F.linear(x, w).sum().backward()
+        octavo.step()
+
+    if first == "state":
+        step()
+    before = octavo.fp8_state().get_weight_meta(w)
+    handle = w.register_hook(seen.append)
+    after = octavo.fp8_state().get_weight_meta(w)
+    assert (before is None) == (after is None) == (first == "hook")
+    if before is not None:
+        assert torch.equal(before.w_hist, after.w_hist) and before.w_init
+    step()
+    handle.remove()
+    second = w.register_hook(lambda grad: seen.append(grad))
+    step()
+    second.remove()
+    w._backward_hooks = None
+    step()
+    assert len(seen) == 2
+    assert octavo.fp8_state().get_weight_meta(w).w_init
+
+
+def test_a_cleared_hook_leaves_no_slot_behind() -> None:
+    slots, _ = torch.ops.octavo._arena_use()
+    for _ in range(300):
+        w = torch.nn.Parameter(torch.randn(16, 16))
+        with octavo.fp8_autocast(include_float32=True):
+            F.linear(torch.randn(2, 16), w).sum().backward()
+        w.register_hook(lambda grad: None)
+    del w
+    gc.collect()
+    last = torch.nn.Parameter(torch.randn(16, 16))
+    with octavo.fp8_autocast(include_float32=True):
+        F.linear(torch.randn(2, 16), last).sum().backward()
+    last.register_hook(lambda grad: None)  # what is left behind is cleared with the next one
+    assert torch.ops.octavo._arena_use()[0] <= slots + 1
