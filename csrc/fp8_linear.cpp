@@ -11,17 +11,14 @@
 
 #include <ATen/Functions.h>
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/ops/linear_native.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/basic_ops.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/saved_variable.h>
 
-#include "linear_state.h"
+#include "forward.h"
 #include "ops/checks.h"
 #include "ops/primitives.h"
-#include "shared_input.h"
-#include "weight_copies.h"
 
 namespace octavo {
 namespace {
@@ -30,146 +27,6 @@ using at::Tensor;
 using ops::as_matrix;
 using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
-
-bool in_fp8(Precision precision) { return precision != Precision::kHigh; }
-bool fast(Precision precision) { return precision == Precision::kFast; }
-
-// What forward makes for backward.
-struct Saved {
-  Tensor x;              // wgrad's operand: the transposed FP8 copy, or x itself; undefined if not wanted
-  Tensor tape;           // undefined if nothing was quantised
-  Tensor w_col;          // w's transposed copy, if that is kept
-  ops::Made scope_w;     // the same of a scope of unchanged weights, with the tape that has its step
-  bool seeded = false;   // g's step is on the tape
-  bool records = false;  // there is a slot to record in
-  std::shared_ptr<InputHistory> inputs;  // where a record of x is noted, under its number
-  uint64_t input = 0;
-};
-
-struct Forward {
-  const Tensor& x;
-  const Tensor& w;
-  const std::optional<Tensor>& bias;
-  at::ScalarType compute;
-  const Region& region;
-  bool needs_dx;
-  bool needs_dw;
-  bool needs_db;
-
-  bool trains() const { return needs_dx || needs_dw || needs_db; }
-
-  // y, and what backward needs.
-  std::pair<Tensor, Saved> run() const {
-    const auto& products = region.products;
-    const bool forward = in_fp8(products.forward), x_col = needs_dw && in_fp8(products.wgrad);
-    const bool w_step = needs_dx && in_fp8(products.dgrad);
-    const auto b = bias ? std::optional(bias->to(compute)) : std::nullopt;
-    Saved saved;
-    Tensor y;
-    if (forward || x_col || w_step) y = quantized(forward, x_col, w_step, b, saved);
-    if (!forward) y = at::native::linear(x.to(compute), w.to(compute), b);  // not at::linear, which comes back to us
-    // In high precision the user's own tensor, not a view made here: a change of it before backward has to be noticed.
-    if (needs_dw && !x_col) saved.x = x.to(compute);
-    return {std::move(y), std::move(saved)};
-  }
-
- private:
-  // y is undefined unless `forward`.
-  Tensor quantized(bool forward, bool x_col, bool w_step, const std::optional<Tensor>& b, Saved& saved) const {
-    const auto slot = slot_of(w, region.policy, trains());
-    const bool records = trains() && slot.use.slot >= 0;
-    ops::ForwardCall call{.x = x,
-                          .w = w,
-                          .bias = b,
-                          .slot = slot.use,
-                          .policy = region.policy.id,
-                          .x_type = region.types.type[kX],
-                          .w_type = region.types.type[kW],
-                          .y_type = compute,
-                          .wants_y = forward,
-                          .fast = fast(region.products.forward),
-                          .records = records,
-                          .x_keep = ops::copies(false, x_col),
-                          .w_keep = ops::copies(false, w_step && region.keep_fp8_weights, w_step)};
-    const InputUse input(*this, slot, call);
-    const WeightUse weight(*this, slot, call);
-    auto result = ops::linear_forward(call);
-    input.done(result);
-    weight.done(result);
-    saved.tape = result.tape;
-    saved.x = input.made ? input.made->col : result.x.col;
-    const bool is_made = weight.made.tape.defined();
-    if (region.keep_fp8_weights) {
-      saved.w_col = is_made ? weight.made.col : result.w.col;
-    } else if (weight.key) {
-      saved.scope_w = is_made ? weight.made : ops::Made{{}, result.w.col, result.tape};
-    }
-    // A recomputation may bring another tape, on which g's step is missing.
-    saved.seeded = slot.use.seeded;
-    saved.records = records;
-    saved.inputs = slot.inputs;
-    saved.input = input.number;
-    return result.y;
-  }
-
-  CopyKey key(at::ScalarType type, const SlotHold& slot) const {
-    return {region.policy.id, type, slot.place.stream, slot.place.capture};
-  }
-
-  // Copies of x that the linear before has made of the same input (shared_input.h), or that the next one may use.
-  struct InputUse {
-    InputUse(const Forward& forward, const SlotHold& slot, ops::ForwardCall& call)
-        : history(slot.history), records(call.records), maker(slot.inputs) {
-      if (!forward.trains()) return;
-      if (!forward.region.share_inputs) {
-        number = SharedInput::new_number();  // histories go on, for regions that share
-        return;
-      }
-      is_met = true;
-      number = shared.meet(forward.x, forward.key(call.x_type, slot));
-      if (history == SlotHold::kUnknown) return;
-      made = shared.find(history, ops::copies(call.wants_y, call.x_keep & ops::kCol), records);
-      call.x_made = made;
-      if (!made && call.wants_y && (!maker || maker->goes_on)) call.x_keep |= ops::kRow;
-    }
-    void done(const ops::ForwardResult& result) const {
-      if (is_met && !made && history != SlotHold::kUnknown)
-        shared.keep({result.x.row, result.x.col, result.tape}, history, records, maker);
-    }
-
-    SharedInput& shared = SharedInput::of_this_thread();
-    uint64_t history;
-    bool records;
-    const std::shared_ptr<InputHistory>& maker;
-    uint64_t number = 0;
-    bool is_met = false;
-    const ops::Made* made = nullptr;
-  };
-
-  // Copies of w made before in a scope of unchanged weights (weight_copies.h).
-  struct WeightUse {
-    WeightUse(const Forward& forward, const SlotHold& slot, ops::ForwardCall& call)
-        : w(forward.w), records(call.records) {
-      if (!in_weight_scope() || !slot.is_sure) return;
-      key = forward.key(call.w_type, slot);
-      key->version = slot.version;
-      made = find_weight_copies(w, *key, records);
-      if (made.tape.defined()) {
-        call.w_made = &made;
-      } else {
-        call.w_keep |= ops::kRow | ops::kCol;
-      }
-    }
-    void done(const ops::ForwardResult& result) const {
-      if (key && !made.tape.defined()) keep_weight_copies(w, *key, records, {result.w.row, result.w.col, result.tape});
-    }
-
-    const Tensor& w;
-    bool records;
-    std::optional<CopyKey> key;
-    ops::Made made;
-  };
-};
 
 // The type and shape of an input, to give its gradient the same.
 struct Like {
@@ -254,8 +111,8 @@ class Fp8LinearBackward final : public torch::autograd::Node {
                                 .dx_sizes = x_like_.sizes,
                                 .dx_type = x_like_.dtype,
                                 .dw_type = w_like_.dtype,
-                                .dx_fast = fast(products_.dgrad),
-                                .dw_fast = fast(products_.wgrad),
+                                .dx_fast = is_fast(products_.dgrad),
+                                .dw_fast = is_fast(products_.wgrad),
                                 .db_type = db ? std::optional(bias_dtype_) : std::nullopt,
                                 .seeded = seeded_,
                                 .records = records_});

@@ -11,30 +11,18 @@
 #include <sstream>
 #include <string_view>
 
+#include "text_table.h"
+
 namespace octavo {
 namespace {
 
-struct Shipped {
-  const char* name;
-  const char* text;
-};
-// Made by CMake of csrc/tables/*.txt.
-constexpr Shipped kShipped[] = {
+constexpr ShippedTable kShipped[] = {
 #include "shipped_small_tables.inc"
 };
 
-// FNV-1a, so that two tables of one name can be told apart.
-std::string hash_of(std::string_view text) {
-  uint64_t hash = 0xcbf29ce484222325u;
-  for (const char c : text) hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3u;
-  char digits[17];
-  std::snprintf(digits, sizeof digits, "%016llx", static_cast<unsigned long long>(hash));
-  return digits;
-}
-
 std::shared_ptr<const SmallProducts> parse(const std::string& text, const std::string& file) {
   auto products = std::make_shared<SmallProducts>();
-  products->table.hash = hash_of(text);
+  products->table.hash = text_hash(text);
   std::istringstream lines(text);
   std::string line;
   for (int number = 1; std::getline(lines, line); ++number) {

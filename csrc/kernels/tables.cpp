@@ -2,7 +2,6 @@
 #include "tables.h"
 
 #include <algorithm>
-#include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <fstream>
@@ -11,29 +10,17 @@
 #include <stdexcept>
 #include <string_view>
 
+#include "../text_table.h"
+
 namespace octavo::kernels {
 namespace {
 
-struct Shipped {
-  const char* name;
-  const char* text;
-};
-// Made by CMake of csrc/kernels/tables/*.txt.
-constexpr Shipped kShipped[] = {
+constexpr ShippedTable kShipped[] = {
 #include "shipped_tables.inc"
 };
 
-// FNV-1a, so that two tables of one name can be told apart.
-std::string hash_of(std::string_view text) {
-  uint64_t hash = 0xcbf29ce484222325u;
-  for (const char c : text) hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3u;
-  char digits[17];
-  std::snprintf(digits, sizeof digits, "%016llx", static_cast<unsigned long long>(hash));
-  return digits;
-}
-
 Table table_of(std::string_view text, const std::string& name) {
-  return {.name = name, .hash = hash_of(text), .entries = parse_table(text, name), .refused = {}};
+  return {.name = name, .hash = text_hash(text), .entries = parse_table(text, name), .refused = {}};
 }
 
 Table read(const std::string& path) {
@@ -53,7 +40,7 @@ std::vector<Table>& tables_locked() {
   static std::vector<Table>* tables = nullptr;
   if (tables == nullptr) {
     std::vector<Table> first;
-    for (const Shipped& shipped : kShipped) {
+    for (const ShippedTable& shipped : kShipped) {
       first.push_back(table_of(shipped.text, std::string("shipped: ") + shipped.name));
     }
     const char* path = std::getenv("OCTAVO_GEMM_TABLE");

@@ -14,9 +14,10 @@ Every eligible linear inside the region runs its three matrix products in FP8, f
 from octavo._library import __version__
 from octavo.autocast import fp8_autocast, fp8_linear_enable, fp8_linear_enabled
 from octavo.devices import emulate, emulated, fp8_support
+from octavo.formats import FP8_MAX, FP8Format
 from octavo.gemm_table import GemmTable, gemm_tables, load_gemm_table
 from octavo.kernels import linear_backward_fp8, linear_forward_fp8, mm_fp8, quantize
-from octavo.recipe import FP8_MAX, DelayedScaling, DynamicScaling, FP8Format, FP8Recipe
+from octavo.recipe import DelayedScaling, DynamicScaling, FP8Recipe
 from octavo.report import Report, report
 from octavo.small import SmallTable, load_small_table, small_tables
 from octavo.state import FP8State, FP8TensorMeta, fp8_state, load_state_dict, state_dict

@@ -12,7 +12,8 @@ import torch
 import torch.nn.utils.parametrize
 
 from octavo import _attention, _checkpoint, _compile_guard, stepping
-from octavo.recipe import DelayedScaling, FP8Format, FP8Recipe, check_history, check_margin, parse_format, parse_recipe
+from octavo.formats import FP8Format, parse_format
+from octavo.recipe import DelayedScaling, FP8Recipe, check_history, check_margin, parse_recipe
 
 Excluded = torch.nn.Module | torch.Tensor
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from octavo.recipe import FP8Format, parse_format
+from octavo.formats import FP8Format, parse_format
 
 Scale = float | torch.Tensor
 

@@ -11,7 +11,8 @@ import torch
 
 from octavo import tables
 from octavo.autocast import innermost
-from octavo.recipe import FP8Format, FP8Recipe
+from octavo.formats import FP8Format
+from octavo.recipe import FP8Recipe
 
 _VERSION = 1
 _TENSORS = ("scale", "pending", "seeded", "history")

@@ -9,7 +9,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from octavo import _checkpoint, _optimizers
-from octavo.recipe import FP8Format, FP8Recipe
+from octavo.formats import FP8Format
+from octavo.recipe import FP8Recipe
 
 _recipes: dict[str, FP8Recipe] = {}  # recipes of Python's own, by identity
 _hook: Any = None
