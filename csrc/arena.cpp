@@ -120,7 +120,6 @@ const Slot* Arena::slot_at(int32_t slot) const {
 }
 
 at::Tensor Arena::slot_words(int32_t slot) {
-  if (!view_.slots[chunk_of(slot, ArenaView::kFirstSlots)]) grow_to_slot(slot);
   return at::from_blob(const_cast<Slot*>(slot_at(slot)), {static_cast<int64_t>(sizeof(Slot) / sizeof(int32_t))},
                        at::TensorOptions().dtype(at::kInt).device(device_));
 }

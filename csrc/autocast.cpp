@@ -70,7 +70,7 @@ const SmallProducts* Region::small_on(c10::Device device) const {
     std::shared_ptr<const SmallProducts> products;
   };
   static thread_local Answer last;
-  const auto count = count_small_tables();
+  const auto count = small_tables_loaded();
   if (last.device != device || last.tables != count) {
     last = {device, count, small_products_of(ops::device_name(device))};
   }

@@ -29,12 +29,12 @@ struct InputUse {
     number = shared.meet(forward.x, key_of(forward, call.x_type, slot));
     if (history == SlotHold::kUnknown) return;
     made = shared.find(history, ops::copies(call.wants_y, call.x_keep & ops::kCol), records);
-    call.x_made = made;
+    if (made) call.x_made = &*made;
     if (!made && call.wants_y && (!maker || maker->goes_on)) call.x_keep |= ops::kRow;
   }
   void done(const ops::ForwardResult& result) const {
     if (is_met && !made && history != SlotHold::kUnknown)
-      shared.keep({result.x.row, result.x.col, result.tape}, history, records, maker);
+      shared.keep(number, {result.x.row, result.x.col, result.tape}, history, records, maker);
   }
 
   SharedInput& shared = SharedInput::of_this_thread();
@@ -43,7 +43,7 @@ struct InputUse {
   const std::shared_ptr<InputHistory>& maker;
   uint64_t number = 0;
   bool is_met = false;
-  const ops::Made* made = nullptr;
+  std::optional<ops::Made> made;  // its own references: what runs inside of the op may make the thread forget it
 };
 
 // Copies of w made before in a scope of unchanged weights (weight_copies.h).
@@ -53,6 +53,7 @@ struct WeightUse {
     if (!in_weight_scope() || !slot.is_sure) return;
     key = key_of(forward, call.w_type, slot);
     key->version = slot.version;
+    stamp = stamp_of(w);
     made = find_weight_copies(w, *key, records);
     if (made.tape.defined()) {
       call.w_made = &made;
@@ -61,12 +62,14 @@ struct WeightUse {
     }
   }
   void done(const ops::ForwardResult& result) const {
-    if (key && !made.tape.defined()) keep_weight_copies(w, *key, records, {result.w.row, result.w.col, result.tape});
+    if (key && !made.tape.defined())
+      keep_weight_copies(w, *key, stamp, records, {result.w.row, result.w.col, result.tape});
   }
 
   const Tensor& w;
   bool records;
   std::optional<CopyKey> key;
+  WeightStamp stamp;
   ops::Made made;
 };
 // y is undefined unless `forward`.

@@ -85,6 +85,21 @@ class Fp8LinearBackward final : public torch::autograd::Node {
   }
 
  private:
+  // Notes what a backward has recorded. One that fails, out of memory, may have recorded or not: that is noted as an
+  // input that no other linear has met.
+  class NoteOfRecord {
+   public:
+    explicit NoteOfRecord(const Fp8LinearBackward& node) : node_(node) {}
+    ~NoteOfRecord() {
+      if (node_.records_ && node_.inputs_) node_.inputs_->record(is_done_ ? node_.input_ : SharedInput::new_number());
+    }
+    void done() { is_done_ = true; }
+
+   private:
+    const Fp8LinearBackward& node_;
+    bool is_done_ = false;
+  };
+
   variable_list backward(const Tensor& grad) {
     // Unpacked above autograd: hooks of the user's run here, and a checkpoint's recomputation records a graph.
     const auto self = shared_from_this();
@@ -95,6 +110,7 @@ class Fp8LinearBackward final : public torch::autograd::Node {
     const bool dx_fp8 = dx && in_fp8(products_.dgrad), dw_fp8 = dw && in_fp8(products_.wgrad);
 
     variable_list result(3);
+    NoteOfRecord note(*this);
     // Also where only the bias learns: g's history goes on, for when more does again.
     const bool quantizes = tape.defined() && (in_fp8(products_.dgrad) || in_fp8(products_.wgrad));
     if (quantizes) {
@@ -120,7 +136,7 @@ class Fp8LinearBackward final : public torch::autograd::Node {
     } else if (records_) {
       ops::record(tape, policy_);
     }
-    if (records_ && inputs_) inputs_->record(input_);
+    note.done();
 
     const auto dy = [&] { return as_matrix(grad); };
     if (dx && !dx_fp8) result[0] = high(dy(), w).to(x_like_.dtype).view(x_like_.sizes);

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// One FP8 linear: forward, and the autograd node of its backward. What is eligible was decided before (eligible.h).
+// One FP8 linear: forward, and the autograd node of its backward. What is eligible was decided before
+// (aten_linear.cpp).
 #pragma once
 
 #include <ATen/core/Tensor.h>

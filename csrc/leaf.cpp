@@ -38,6 +38,11 @@ std::pair<at::Tensor, ViewKey> leaf_of(const at::Tensor& weight) {
   return {std::move(base), std::move(key)};
 }
 
+std::mutex& hooks_mutex() {
+  static auto* mutex = new std::mutex;
+  return *mutex;
+}
+
 void leave_behind(WeakLeaf leaf, const std::type_info& type, std::shared_ptr<void> kept) {
   auto& o = orphans();
   std::list<LeftBehind> dead;  // ended after the lock: what they held may take locks of its own

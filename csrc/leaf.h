@@ -9,6 +9,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <typeinfo>
 #include <utility>
 #include <vector>
@@ -29,6 +30,9 @@ using WeakLeaf = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorIm
 void leave_behind(WeakLeaf leaf, const std::type_info& type, std::shared_ptr<void> kept);
 // What was left behind of this type, or null.
 std::shared_ptr<void> take_back(const at::Tensor& leaf, const std::type_info& type);
+
+// Guards every list of hooks that we look at or add to.
+std::mutex& hooks_mutex();
 
 template <class Kept>
 class ParameterHook final : public torch::autograd::FunctionPreHook {
@@ -52,6 +56,7 @@ template <class Kept>
 Kept* find_kept(const at::Tensor& leaf) {
   auto* meta = torch::autograd::impl::get_autograd_meta(leaf);
   if (!meta) return nullptr;
+  std::lock_guard lock(hooks_mutex());
   for (auto& hook : meta->hooks_)
     if (auto* found = dynamic_cast<ParameterHook<Kept>*>(hook.get())) return found->kept.get();
   auto back = std::static_pointer_cast<Kept>(take_back(leaf, typeid(Kept)));
@@ -67,6 +72,7 @@ Kept& kept_with(const at::Tensor& leaf) {
   auto made = std::make_shared<Kept>();
   // Not impl::add_hook, which wants to be the first.
   auto& hooks = torch::autograd::impl::materialize_autograd_meta(leaf)->hooks_;
+  std::lock_guard lock(hooks_mutex());
   hooks.push_back(std::make_unique<ParameterHook<Kept>>(leaf, made));
   return *made;
 }

@@ -75,15 +75,17 @@ void reset_states() {
 std::vector<at::Tensor> slots_using(const ScalingPolicy& policy) {
   std::lock_guard lock(live().mutex);
   const WithoutModes without_modes;
-  auto [entry, missing] = live().slots_by_policy.try_emplace(policy.id);
-  if (!missing) return entry->second;
+  const auto known = live().slots_by_policy.find(policy.id);
+  if (known != live().slots_by_policy.end()) return known->second;
   std::map<Arena*, std::vector<int32_t>> slots;
   for (auto* parameter : live().parameters)
     for (auto& [key, linear] : parameter->states)
       if (std::find(linear->custom.begin(), linear->custom.end(), policy.id) != linear->custom.end())
         slots[linear->arena].push_back(linear->handle.slot);
-  for (auto& [arena, indices] : slots) entry->second.push_back(at::tensor(indices, at::kInt).to(arena->device()));
-  return entry->second;
+  std::vector<at::Tensor> found;
+  for (auto& [arena, indices] : slots) found.push_back(at::tensor(indices, at::kInt).to(arena->device()));
+  live().slots_by_policy.emplace(policy.id, found);
+  return found;
 }
 
 void advance_states(int64_t owner, const std::optional<at::Tensor>& found_inf) {
@@ -92,7 +94,10 @@ void advance_states(int64_t owner, const std::optional<at::Tensor>& found_inf) {
     std::lock_guard lock(live().mutex);
     for (auto* parameter : live().parameters)
       for (auto& [key, linear] : parameter->states)
-        if (owner == 0 || parameter->owner == 0 || parameter->owner == owner) linear->inputs->advance(step);
+        if (owner == 0 || parameter->owner == 0 || parameter->owner == owner) {
+          linear->inputs->advance(step);
+          linear->note_capture(linear->arena->place().capture);  // it may be replayed, unseen
+        }
   }
   weights_changed();
   for (auto* arena : Arena::all()) {

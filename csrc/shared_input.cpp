@@ -50,15 +50,17 @@ uint64_t SharedInput::meet(const at::Tensor& x, const CopyKey& key) {
   return number_;
 }
 
-const ops::Made* SharedInput::find(uint64_t history, ops::Copies wanted, bool records) const {
+std::optional<ops::Made> SharedInput::find(uint64_t history, ops::Copies wanted, bool records) const {
   const bool has_them =
       (!(wanted & ops::kRow) || made_.row.defined()) && (!(wanted & ops::kCol) || made_.col.defined());
-  if (!made_.tape.defined() || history != history_ || (records && !records_)) return nullptr;
+  if (!made_.tape.defined() || history != history_ || (records && !records_)) return std::nullopt;
   if (!has_them && maker_) maker_->goes_on = true;
-  return has_them ? &made_ : nullptr;
+  return has_them ? std::optional(made_) : std::nullopt;
 }
 
-void SharedInput::keep(ops::Made made, uint64_t history, bool records, std::shared_ptr<InputHistory> maker) {
+void SharedInput::keep(uint64_t number, ops::Made made, uint64_t history, bool records,
+                       std::shared_ptr<InputHistory> maker) {
+  if (number != number_) return;
   maker_ = std::move(maker);
   made_ = std::move(made);
   history_ = history;

@@ -16,6 +16,7 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <optional>
 
 #include "ops/primitives.h"
 
@@ -81,10 +82,11 @@ class SharedInput {
   static uint64_t new_number();
   // Begins a use of x: gives its number, new if it is not the last one's input.
   uint64_t meet(const at::Tensor& x, const CopyKey& key);
-  // Copies that a slot with this history may use, or null. `wanted`: which copies; `records`: with peaks.
-  const ops::Made* find(uint64_t history, ops::Copies wanted, bool records) const;
-  // What the slot's forward has made of the input; of copies that were not kept, the row copy is missing.
-  void keep(ops::Made made, uint64_t history, bool records, std::shared_ptr<InputHistory> maker);
+  // Copies that a slot with this history may use, or none. `wanted`: which copies; `records`: with peaks.
+  std::optional<ops::Made> find(uint64_t history, ops::Copies wanted, bool records) const;
+  // What the slot's forward has made of input `number`, unless the thread has met another one since; of copies that
+  // were not kept, the row copy is missing.
+  void keep(uint64_t number, ops::Made made, uint64_t history, bool records, std::shared_ptr<InputHistory> maker);
   void forget() { *this = {}; }
 
  private:

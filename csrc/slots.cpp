@@ -64,9 +64,7 @@ void note_use(LinearState& state, const ScalingPolicy& policy, bool trains, cons
     live().slots_by_policy.erase(policy.id);
   }
   if (trains) state.note_policy(policy.id);
-  if (trains && place.capture)
-    state.captured =
-        state.captured == 0 || state.captured == place.capture ? place.capture : LinearState::kSeveralCaptures;
+  if (trains) state.note_capture(place.capture);
   if (trains && ++state.trained == kStepsNeverTaken && live().steps == 0) {
     TORCH_WARN_ONCE("octavo: a weight was used ", kStepsNeverTaken,
                     " times in training and no optimizer step was seen, so its delayed scaling has no history and "

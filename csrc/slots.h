@@ -51,6 +51,9 @@ struct LinearState {
   // A record under another policy empties the rings, and may come late, from a backward of long ago: a state that has
   // known two policies is never sure again.
   void note_policy(int32_t id) { only_policy = only_policy == 0 || only_policy == id ? id : kSeveral; }
+  void note_capture(uint64_t capture) {
+    if (capture) captured = captured == 0 || captured == capture ? capture : kSeveralCaptures;
+  }
   ops::SlotUse use(const ScalingPolicy& policy, const Arena::Place& place) {
     ops::SlotUse slot{handle.slot, handle.generation, ring_of(policy.history_len)};
     slot.alone = arena->note_stream(place);

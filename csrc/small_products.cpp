@@ -37,7 +37,7 @@ std::shared_ptr<const SmallProducts> parse(const std::string& text, const std::s
     } else if (line.starts_with("device=\"") && line.ends_with("\"") && line.size() > 9) {
       products->table.device = line.substr(8, line.size() - 9);
     } else if (!line.empty() && line[0] != '#') {
-      char recipe[16], rest;
+      char recipe[16] = "", rest;
       SmallProducts::Corner c;
       long long m, n, k;
       const int fields = std::sscanf(line.c_str(), "%15s %lld %lld %lld %c", recipe, &m, &n, &k, &rest);
@@ -55,14 +55,13 @@ std::shared_ptr<const SmallProducts> parse(const std::string& text, const std::s
 
 struct Tables {
   std::mutex mutex;
-  std::vector<std::shared_ptr<const SmallProducts>> all;  // the later counts
-  std::atomic<std::size_t> count = 0;
+  std::vector<std::shared_ptr<const SmallProducts>> all;  // the later counts; each name once
+  std::atomic<std::size_t> loads = 0;
 };
 Tables& tables() {
   static auto* instance = [] {
     auto* made = new Tables;
     for (const auto& shipped : kShipped) made->all.push_back(parse(shipped.text, shipped.name));
-    made->count = made->all.size();
     return made;
   }();
   return *instance;
@@ -95,21 +94,21 @@ std::shared_ptr<const SmallProducts> small_products(const std::string& name) {
               ", or the name of a table that ", "load_small_table has read, not \"", name, "\"");
 }
 
-std::size_t count_small_tables() { return tables().count; }
+std::size_t small_tables_loaded() { return tables().loads; }
 
 std::shared_ptr<const SmallProducts> small_products_of(const std::string& device_name) {
   return find([&](const SmallTable& table) { return table.device == device_name; });
 }
 
 std::string load_small_table(const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
-  const std::string text((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
-  TORCH_CHECK(file.is_open() && !file.bad(), "octavo: the table ", path, " cannot be read");
+  std::string text;
+  TORCH_CHECK(read_text(path, text), "octavo: the table ", path, " cannot be read");
   auto products = parse(text, path);
   auto& t = tables();
   std::lock_guard lock(t.mutex);
+  std::erase_if(t.all, [&](const auto& old) { return old->table.name == products->table.name; });
   t.all.push_back(products);
-  t.count = t.all.size();
+  ++t.loads;
   return products->table.name;
 }
 

@@ -27,8 +27,8 @@ struct SmallProducts {
 
 // Throws, naming the known ones, for a name that no table has.
 std::shared_ptr<const SmallProducts> small_products(const std::string& name);
-// How many there are: they are only ever added.
-std::size_t count_small_tables();
+// How often one was loaded: where it has not moved, the answers are what they were.
+std::size_t small_tables_loaded();
 // The table of a kind of device, or null.
 std::shared_ptr<const SmallProducts> small_products_of(const std::string& device_name);
 

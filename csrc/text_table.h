@@ -4,8 +4,12 @@
 
 #include <cstdint>
 #include <cstdio>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
 #include <string>
 #include <string_view>
+#include <system_error>
 
 namespace octavo {
 
@@ -22,6 +26,15 @@ inline std::string text_hash(std::string_view text) {
   char digits[17];
   std::snprintf(digits, sizeof digits, "%016llx", static_cast<unsigned long long>(hash));
   return digits;
+}
+
+// The text of a file; false where it is none that can be read.
+inline bool read_text(const std::string& path, std::string& text) {
+  std::error_code error;
+  if (!std::filesystem::is_regular_file(path, error)) return false;
+  std::ifstream file(path, std::ios::binary);
+  text.assign(std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>());
+  return file.is_open() && !file.bad();
 }
 
 }  // namespace octavo

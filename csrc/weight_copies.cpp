@@ -102,16 +102,28 @@ ops::Made find_weight_copies(const at::Tensor& weight, const CopyKey& key, bool 
   return is_same && serves ? entry.made : ops::Made();
 }
 
-void keep_weight_copies(const at::Tensor& weight, const CopyKey& key, bool records, const ops::Made& made) {
+WeightStamp stamp_of(const at::Tensor& weight) {
+  if (weight.is_inference()) return {};
+  auto& s = scope();
+  std::lock_guard lock(s.mutex);
+  return {Content(weight), s.epoch};
+}
+
+void keep_weight_copies(const at::Tensor& weight, const CopyKey& key, const WeightStamp& stamp, bool records,
+                        const ops::Made& made) {
   if (weight.is_inference()) return;
   const auto [leaf, part] = leaf_of(weight);
   if (!leaf.defined()) return;
   auto& s = scope();
-  WeightCopies::Entry entry{made, key, Content(weight), 0, records, c10::InferenceMode::is_enabled()};
+  WeightCopies::Entry entry{made, key, stamp.content, stamp.epoch, records, c10::InferenceMode::is_enabled()};
   std::lock_guard lock(s.mutex);
-  if (s.depth == 0) return;
-  entry.epoch = s.epoch;
-  std::swap(kept_with<WeightCopies>(leaf).entries[part], entry);
+  if (s.depth == 0 || s.epoch != stamp.epoch) return;
+  auto& entries = kept_with<WeightCopies>(leaf).entries;
+  int64_t kept = made.row.numel();
+  for (const auto& [other, old] : entries)
+    if (other != part) kept += old.made.row.numel();
+  if (!entries.empty() && kept > 2 * leaf.numel()) return;
+  std::swap(entries[part], entry);
 }
 
 UnchangedWeights::UnchangedWeights() { enter_weight_scope(); }

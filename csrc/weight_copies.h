@@ -18,9 +18,18 @@ bool in_weight_scope();
 // An optimizer has stepped: whatever was promised, the weights are others now.
 void weights_changed();
 
+// What a weight is, and when: taken before it is quantised, since another thread may change it meanwhile.
+struct WeightStamp {
+  Content content;
+  uint64_t epoch = 0;
+};
+WeightStamp stamp_of(const at::Tensor& weight);
+
 // The copies of a weight made under this key in this scope, if it is (as far as autograd can tell) what it was; and
 // with peaks, if `records`. Undefined tensors if there are none.
 ops::Made find_weight_copies(const at::Tensor& weight, const CopyKey& key, bool records);
-void keep_weight_copies(const at::Tensor& weight, const CopyKey& key, bool records, const ops::Made& made);
+// Of one parameter no more than twice its elements are kept, however many slices of it are used.
+void keep_weight_copies(const at::Tensor& weight, const CopyKey& key, const WeightStamp& stamp, bool records,
+                        const ops::Made& made);
 
 }  // namespace octavo

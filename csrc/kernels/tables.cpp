@@ -24,9 +24,8 @@ Table table_of(std::string_view text, const std::string& name) {
 }
 
 Table read(const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
-  const std::string text((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
-  if (!file.is_open() || file.bad()) throw std::runtime_error("octavo: the table " + path + " cannot be read");
+  std::string text;
+  if (!read_text(path, text)) throw std::runtime_error("octavo: the table " + path + " cannot be read");
   return table_of(text, path);
 }
 

@@ -151,7 +151,12 @@ TORCH_LIBRARY_FRAGMENT(octavo, m) {
   m.def("_step(int owner, Tensor? found_inf) -> ()", &advance);
   m.def("_reset() -> ()", &reset_states);
   m.def("_external_policies() -> str[]", &external_policies);
-  m.def("_slots_using(str policy) -> Tensor[]", [](const std::string& key) { return slots_using(policy_by_key(key)); });
+  m.def("_slots_using(str policy) -> Tensor[]", [](const std::string& key) {
+    // Aliases: a tensor that Python has seen may not be freed under a mutex, as the library's own may.
+    auto slots = slots_using(policy_by_key(key));
+    for (auto& tensor : slots) tensor = tensor.alias();
+    return slots;
+  });
   m.def("_rings(Tensor slots, str policy) -> (Tensor amax, Tensor due)",
         [](const Tensor& slots, const std::string& key) { return ops::gather_rings(slots, policy_by_key(key).id); });
   m.def("_apply_custom_steps(Tensor slots, Tensor due, Tensor steps, str policy) -> ()",

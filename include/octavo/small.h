@@ -16,7 +16,9 @@ struct SmallTable {
   std::string hash;    // of its contents
 };
 
-// Reads a table from a file; it takes the place of one of the same name or device, for regions made from then on.
+// Reads a table from a file; it takes the place of one of the same name or device: for "auto" at once, for a name in
+// regions that are entered from then on. Not between a forward and its backward, which a checkpoint would recompute
+// under the new one.
 // Returns its name. Throws std::exception naming the file, the line and what was expected; nothing is changed then.
 OCTAVO_API std::string load_small_table(const std::string& path);
 

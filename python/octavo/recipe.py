@@ -184,7 +184,7 @@ class FP8Recipe(metaclass=_FrozenWhenMade):
         return f"{class_name(type(self))}({described})"
 
     def _key(self) -> tuple[str, ...]:
-        return (self._identity(), *self._products(), str(self.small))
+        return (self._identity(), *self._products(), repr(self.small))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, FP8Recipe):

@@ -37,8 +37,9 @@ def small_tables() -> list[SmallTable]:
 
 
 def load_small_table(path: str | Path) -> str:
-    """Reads a table that `python -m octavo tune-small` has written. It takes the place of one of the same name or GPU,
-    for regions made from then on.
+    """Reads a table that `python -m octavo tune-small` has written. It takes the place of one of the same name or GPU:
+    for "auto" at once, for a name in regions that are entered from then on. Not to be called between a forward and its
+    backward, which a checkpoint would recompute under the new one.
 
     Returns:
         its name, for a recipe's `small`.

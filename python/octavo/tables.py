@@ -28,7 +28,10 @@ def tables() -> list[Table]:
     """The small-product tables that recipes may name, and the tables of algorithms."""
     names, _, hashes = torch.ops.octavo._small_tables()
     found = [Table("small", name, text_hash) for name, text_hash in zip(names, hashes, strict=True)]
-    return found + [Table("gemm", table.name, table.hash) for table in gemm_tables()]
+    try:
+        return found + [Table("gemm", table.name, table.hash) for table in gemm_tables()]
+    except RuntimeError as error:  # OCTAVO_GEMM_TABLE names no table, which products on a GPU will raise
+        return [*found, Table("gemm", str(error).splitlines()[0], "unreadable")]
 
 
 def as_state() -> dict[str, str]:
@@ -40,8 +43,8 @@ def warn_if_others(saved: Any) -> None:
     """Says it where a state was saved under other tables: training goes on, but not with the same bits."""
     if not isinstance(saved, dict):
         return
-    here = {table.hash for table in tables()}
-    missing = [name for name, text_hash in saved.items() if text_hash not in here]
+    here = as_state()
+    missing = [name for name, text_hash in saved.items() if here.get(name) != text_hash]
     if missing:
         warnings.warn(
             f"octavo: the scaling state was saved under tables that are not in force here: {', '.join(missing)}. "

@@ -171,8 +171,8 @@ def tune(
     exhaustive: bool = False,
     each: Callable[[TunedProduct], None] | None = None,
 ) -> list[TunedProduct]:
-    """Times cuBLASLt's algorithms for the products of linears on the current GPU. Changes nothing: `write_table` makes
-    a file of the result, which `octavo.load_gemm_table` puts in force.
+    """Times cuBLASLt's algorithms for the products of linears on the current GPU. Changes nothing: the command
+    `python -m octavo tune --out FILE` writes what this finds as a file, which `octavo.load_gemm_table` puts in force.
 
     Args:
         shapes: (M, N, K) of y[M, N] = x[M, K] w[N, K]^T, or rows of `octavo.report()`, of which those that did not run

@@ -143,6 +143,25 @@ def test_the_report_and_the_saved_state_name_the_tables(device: torch.device, to
         octavo.load_state_dict(model, state)
 
 
+def test_a_table_that_took_the_place_of_another(tmp_path: Path) -> None:
+    """It is listed once, and a state saved under the old one says so when it is loaded."""
+    path, model = tmp_path / "mine.txt", torch.nn.Linear(16, 16)
+    path.write_text(HEADER.format("mine", "no such GPU") + "delayed 64 64 64\n")
+    assert octavo.load_small_table(path) == "mine"
+    state = octavo.state_dict(model)
+    path.write_text(HEADER.format("mine", "no such GPU") + "delayed 32 64 64\n")
+    for _ in range(2):
+        octavo.load_small_table(path)
+    assert [table.name for table in octavo.small_tables()].count("mine") == 1
+    with pytest.warns(UserWarning, match="not in force here: small mine"):
+        octavo.load_state_dict(model, state)
+
+
+def test_a_folder_is_no_table(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"the table {tmp_path} cannot be read"):
+        octavo.load_small_table(tmp_path)
+
+
 def test_corners() -> None:
     """The smallest measured shapes that are faster, with nothing slower above them."""
     ratios = {(m, n, 1): 1.2 for m in (1, 2, 3) for n in (1, 2, 3)}
