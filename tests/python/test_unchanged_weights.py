@@ -17,8 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from checks import assert_bits
-from runs import linear
-from test_shared_inputs import (
+from programs import (
     BF16,
     RECIPES,
     K,
@@ -27,6 +26,7 @@ from test_shared_inputs import (
     replace_until_it_lies_where_it_did,
     saved_copies,
 )
+from runs import linear
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
