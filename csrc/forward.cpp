@@ -72,6 +72,7 @@ struct WeightUse {
   WeightStamp stamp;
   ops::Made made;
 };
+
 // y is undefined unless `forward`.
 Tensor quantized(const Forward& f, bool forward, bool x_col, bool w_step, const std::optional<Tensor>& b,
                  Saved& saved) {

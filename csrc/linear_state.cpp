@@ -10,6 +10,7 @@
 #include "weight_copies.h"
 
 namespace octavo {
+
 bool can_hold_state(const at::Tensor& weight) { return !weight.is_inference() && leaf_of(weight).first.defined(); }
 
 SlotHold slot_of(const at::Tensor& weight, const ScalingPolicy& policy, bool trains) {

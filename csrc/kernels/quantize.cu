@@ -157,7 +157,8 @@ void quantize(const Quantize* all, int count, const ScalingPolicy& policy, const
   launch.policy = policy;
   for (int i = 0; i < count; ++i) {
     launch.args[i] = arguments(all[i]);
-    // measure_amax has just read x from its beginning to its end, of which the L2 cache still holds a part.
+    // measure_amax has just read them from beginning to end, of which the L2 cache still holds a part (not of w in
+    // backward, which is not measured, and for which the order is all the same).
     launch.args[i].backwards = policy.kind == ScalingKind::kDynamic;
   }
   if (count == 2 && all[0].x.dtype != all[1].x.dtype) {

@@ -8,9 +8,12 @@
 #include <octavo/ops.h>
 #include <octavo/recipe.h>
 #include <octavo/scaling.h>
+#include <octavo/small.h>
 #include <torch/autograd.h>
 
+#include <algorithm>
 #include <memory>
+#include <string>
 #include <thread>
 
 namespace {
@@ -164,6 +167,45 @@ TEST(Backward, GradientsAgreeWithBf16) {
   }
   EXPECT_FALSE(at::equal(fp8[0], bf16[0]));
   EXPECT_FALSE(at::equal(fp8[1], bf16[1]));
+}
+
+TEST(Autocast, SmallLinearsStayAsTheyAre) {
+  const auto x = random({8, 32}), w = parameter({24, 32});
+  const auto plain = at::linear(x, w);
+  const auto with_table = [](const std::string& name) {
+    octavo::RecipeOptions options;
+    options.small = name;
+    return std::make_shared<octavo::DelayedScaling>(options);
+  };
+  const auto tables = octavo::small_tables();
+  EXPECT_TRUE(std::any_of(tables.begin(), tables.end(), [](const auto& table) { return table.name == "h200"; }));
+  {
+    const octavo::Autocast guard(with_table("h200"));
+    EXPECT_TRUE(at::equal(at::linear(x, w), plain));
+  }
+  {
+    const octavo::Autocast guard(with_table(""));
+    EXPECT_FALSE(at::equal(at::linear(x, w), plain));
+  }
+  EXPECT_THROW(octavo::Autocast(with_table("nowhere")), c10::Error);
+  EXPECT_FALSE(octavo::is_autocast_enabled());
+  EXPECT_THROW(octavo::load_small_table("/"), c10::Error);
+}
+
+// A change that autograd does not see is not seen: the copies are used. Their end is the scope's.
+TEST(UnchangedWeights, AreQuantisedOnce) {
+  const auto x = random({8, 32}), w = parameter({24, 32});
+  const octavo::Autocast guard(std::make_shared<octavo::DynamicScaling>());
+  const auto y = at::linear(x, w);
+  {
+    const octavo::UnchangedWeights promise;
+    EXPECT_TRUE(at::equal(at::linear(x, w), y));
+    w.data().zero_();
+    EXPECT_TRUE(at::equal(at::linear(x, w), y));
+    octavo::step();
+    EXPECT_FALSE(at::linear(x, w).any().item<bool>());
+  }
+  EXPECT_FALSE(at::linear(x, w).any().item<bool>());
 }
 
 }  // namespace

@@ -82,19 +82,25 @@ def test_auto_takes_the_table_of_the_device(cuda: torch.device, tmp_path: Path) 
     assert ran(auto, (64, 64, 48), cuda).startswith("small")
 
 
-def test_it_is_part_of_the_value_but_not_of_the_state(device: torch.device, toy: str) -> None:
-    plain, small = octavo.DelayedScaling(small=None), octavo.DelayedScaling(small=toy)
+class Largest(octavo.FP8Recipe):
+    """A policy of one's own: what it is called by must leave `small` out too."""
+
+    def scale_from_history(self, amax: torch.Tensor, fmt: octavo.FP8Format) -> torch.Tensor:
+        return amax.max() / octavo.FP8_MAX[fmt]
+
+
+@pytest.mark.parametrize("kind", [octavo.DelayedScaling, Largest])
+def test_it_is_part_of_the_value_but_not_of_the_state(device: torch.device, toy: str, kind: type) -> None:
+    """Under another table the same history goes on: another policy's would begin with the second amax alone."""
+    plain, small = kind(small=None), kind(small=toy)
     assert plain != small and hash(plain) != hash(small) and "toy" in repr(small)
     w = torch.nn.Parameter(torch.randn(64, 64, device=device, dtype=torch.bfloat16))
-    x = torch.randn(64, 64, device=device, dtype=torch.bfloat16)
-    with octavo.fp8_autocast(recipe=plain):
-        F.linear(x, w).sum().backward()
-    octavo.step()
-    meta = octavo.fp8_state().get_weight_meta(w)
-    with octavo.fp8_autocast(recipe=small):
-        F.linear(x, w).sum().backward()
-    octavo.step()
-    assert meta.w_init and octavo.fp8_state().get_weight_meta(w).w_init, "the history goes on"
+    for recipe, size in ((plain, 4.0), (small, 1.0)):
+        with octavo.fp8_autocast(recipe=recipe):
+            F.linear(torch.full((64, 64), size, device=device, dtype=torch.bfloat16), w).sum().backward()
+        octavo.step()
+    history = octavo.fp8_state().get_weight_meta(w).x_hist
+    assert history[-2:].tolist() == [4.0, 1.0] and history[0] == 4.0
 
 
 @pytest.mark.parametrize("small", ["nowhere", "", 3, True])
