@@ -16,17 +16,22 @@ from timing import environment
 from tracing import Profile
 from variants import BF16, OCTAVO, Variant
 
+from octavo.tune import Shape, parse_shapes
+
 
 class UsageError(Exception):
     """What the user can put right. It is printed as one line."""
 
 
 class Parser(argparse.ArgumentParser):
-    """Every benchmark's --json and --peer, and its own arguments. A mistake raises UsageError."""
+    """Every benchmark's --json, --peer where whole linears are measured, and its own arguments. A mistake raises
+    UsageError."""
 
-    def __init__(self, description: str | None) -> None:
+    def __init__(self, description: str | None, peers: bool = True) -> None:
         super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
         self.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
+        if not peers:
+            return
         self.add_argument(
             "--peer", nargs="+", choices=("te", "torchao"), default=[], help="measure these libraries beside Octavo"
         )
@@ -53,6 +58,14 @@ class Parser(argparse.ArgumentParser):
             default=["delayed", "dynamic"],
             help="Octavo's, default: delayed dynamic",
         )
+
+
+def shapes_of(words: list[str]) -> list[Shape]:
+    """octavo.tune's shapes, by their names or as MxNxK."""
+    try:
+        return parse_shapes(words)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
 
 def chosen(options: argparse.Namespace, compiled_peers: bool = False) -> list[Variant]:

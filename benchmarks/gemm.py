@@ -10,15 +10,13 @@ a linear; there L2 is warm where the tensors fit in it. All data are random norm
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from timing import environment, time_interleaved
+from command import Parser, print_environment, require_gpu, run, shapes_of, write_json
+from timing import time_interleaved
 from torch import Tensor
 
 import octavo
@@ -30,7 +28,6 @@ from octavo.tune import (
     Operands,
     Shape,
     check_device,
-    parse_shapes,
 )
 
 
@@ -100,22 +97,21 @@ def print_result(result: Result) -> None:
     )
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main() -> None:
+    parser = Parser(__doc__, peers=False)
     parser.add_argument(
         "--shapes", nargs="+", default=["all"], metavar="SHAPE", help=f"all, {', '.join(SHAPES)}, or MxNxK"
     )
     parser.add_argument("--products", nargs="+", choices=PRODUCTS, default=list(DEFAULT_PRODUCTS))
     parser.add_argument("--table", type=Path, metavar="FILE", help="load this table first")
     parser.add_argument("--exhaustive", action="store_true", help="also candidates that the heuristic does not offer")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
-    options = parser.parse_args()
-    shapes = parse_shapes(options.shapes)
+    options = parser.parse()
+    shapes = shapes_of(options.shapes)
+    require_gpu()
+    check_device()
     if options.table:
         octavo.load_gemm_table(options.table)
-    check_device()
-    stated = environment()
-    print(", ".join(f"{key} {value}" for key, value in stated.items()))
+    print_environment()
     print("Tables: " + ", ".join(f"{t.name} ({t.hash}, {t.entries} entries)" for t in octavo.gemm_tables()) + "\n")
     print(
         f"{'M, N, K':<20} {'product':<14} {'heuristic':>9} {'in force':>9} {'best us':>9} {'of best':>8} {'TFLOP/s':>8}"
@@ -126,15 +122,9 @@ def main() -> int:
         for name in options.products:
             results.append(measure(name, shape, options.exhaustive))
             print_result(results[-1])
-    if options.json:
-        tables = [asdict(table) for table in octavo.gemm_tables()]
-        rows = [asdict(r) | {"percent_of_best": r.percent_of_best, "tflops": r.tflops} for r in results]
-        options.json.write_text(json.dumps({"environment": stated, "tables": tables, "results": rows}, indent=1) + "\n")
-    return 0
+    rows = [asdict(r) | {"percent_of_best": r.percent_of_best, "tflops": r.tflops} for r in results]
+    write_json(options.json, rows, tables=[asdict(table) for table in octavo.gemm_tables()])
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except ValueError as error:
-        sys.exit(f"gemm.py: {error}")
+    run(main)

@@ -19,14 +19,14 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
 import torch
-from command import Parser, UsageError, chosen, first_line, print_environment, require_gpu, run, write_json
+from command import Parser, chosen, first_line, print_environment, require_gpu, run, shapes_of, write_json
 from timing import Timing, copy_rate, time_interleaved
 from torch import Tensor, nn
 from tracing import Profile, print_profiles, profile
 from variants import BF16, Variant
 
 import octavo
-from octavo.tune import SHAPES, Shape, parse_shapes
+from octavo.tune import SHAPES, Shape
 
 # Relative Frobenius error of y, dx and dw against bf16 that FP8 may have; E4M3 and E5M2 give about 4% and 6%.
 TOLERANCE = 0.10
@@ -186,10 +186,7 @@ def main() -> None:
     parser.add_argument("--peak", type=float, default=1500.0, metavar="TFLOP/S", help="FP8 rate of the floor (1500)")
     parser.add_argument("--profile", action="store_true", help="kernels, gaps and shares of an iteration too")
     options = parser.parse()
-    try:
-        shapes = parse_shapes(options.shapes)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
+    shapes = shapes_of(options.shapes)
     parser.check_positive(options, "peak")
     variants = chosen(options, compiled_peers=True)
     require_gpu()

@@ -8,16 +8,13 @@ where the tensors fit in it.
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from timing import copy_rate, environment, time_interleaved
+from command import Parser, print_environment, require_gpu, run, write_json
+from timing import copy_rate, time_interleaved
 
 import octavo
 
@@ -109,15 +106,12 @@ def enqueue(form: Form, x: torch.Tensor, slot: Slot) -> Callable[[int], None]:
     return with_sums if form.sums else forward
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
-    options = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("quantize.py: PyTorch sees no GPU here")
+def main() -> None:
+    options = Parser(__doc__, peers=False).parse()
+    require_gpu()
     slot = seeded_slot()
     copied = copy_rate()
-    print(", ".join(f"{k} {v}" for k, v in environment().items()))
+    print_environment()
     print(f"Copy {copied / 1e9:.0f} GB/s. GB/s of each form, and percent of the copy.\n")
     print(f"{'form':<28}" + "".join(f"{f'{m} x {n}':>18}" for m, n in SHAPES))
     rates: dict[str, list[float]] = {form.name: [] for form in FORMS}
@@ -129,10 +123,8 @@ def main() -> int:
             rates[form.name].append(moved / (timings[form.name].device_ms * 1e-3))
     for name, row in rates.items():
         print(f"{name:<28}" + "".join(f"{rate / 1e9:>11.0f} {100 * rate / copied:>5.0f}%" for rate in row))
-    if options.json:
-        options.json.write_text(json.dumps({"environment": environment(), "copy": copied, "rates": rates}, indent=1))
-    return 0
+    write_json(options.json, rates, copy_bytes_per_second=copied)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

@@ -16,11 +16,13 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import command
+import gemm
 import host
 import linear
 import memory
 import models
 import peers
+import quantize
 import step
 from models import Shape
 from saved import SavedTensors
@@ -54,6 +56,9 @@ def error_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
         (memory, ["--shapes", "70b"], "argument --shapes: invalid choice: '70b'"),
         (linear, ["--shapes", "12x12"], "--shapes takes all, large, m067, odd, te or MxNxK"),
         (linear, ["--peak", "0"], "--peak must be positive, not 0"),
+        (gemm, ["--shapes", "12x12"], "--shapes takes all, large, m067, odd, te or MxNxK"),
+        (gemm, ["--products", "none"], "argument --products: invalid choice: 'none'"),
+        (quantize, ["--peer", "te"], "unrecognized arguments: --peer te"),
         (host, ["--recipe", "none"], "argument --recipe: invalid choice: 'none'"),
         (host, ["--peer", "apex"], "argument --peer: invalid choice: 'apex'"),
         (host, ["--json", "/no/such/folder/x.json"], "--json: there is no folder /no/such/folder"),
@@ -66,6 +71,14 @@ def test_a_wrong_argument_is_one_clear_line(
     message = error_of(script, *arguments)
     assert message.startswith(f"{script.__name__}.py: {says}")
     assert "\n" not in message
+
+
+@pytest.mark.parametrize("script", [step, memory, linear, host, gemm, quantize], ids=lambda script: script.__name__)
+def test_without_a_gpu_all_of_them_say_so(
+    error_of: Callable[..., str], monkeypatch: pytest.MonkeyPatch, script: ModuleType
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert error_of(script).startswith(f"{script.__name__}.py: this benchmark needs a CUDA GPU")
 
 
 @pytest.mark.parametrize("script", [step, memory, linear, host], ids=lambda script: script.__name__)
@@ -125,7 +138,7 @@ def test_the_floor_is_three_products_and_the_bytes_of_quantising() -> None:
 
 
 def test_shapes_are_read_once_each_in_order() -> None:
-    assert linear.parse_shapes(["16x32x48", "m067", "16x32x48"]) == [(16, 32, 48), *linear.SHAPES["m067"]]
+    assert command.shapes_of(["16x32x48", "m067", "16x32x48"]) == [(16, 32, 48), *linear.SHAPES["m067"]]
 
 
 def test_tables_have_one_line_a_variant_and_list_what_cannot_run(capsys: pytest.CaptureFixture[str]) -> None:
