@@ -92,12 +92,14 @@ std::vector<at::Tensor> slots_using(const ScalingPolicy& policy) {
 void advance_states(int64_t owner, const std::optional<at::Tensor>& found_inf) {
   const auto step = static_cast<uint64_t>(++live().steps);
   {
+    std::map<const Arena*, uint64_t> captures;  // asked for once, not for every state
+    for (auto* arena : Arena::all()) captures[arena] = arena->place().capture;
     std::lock_guard lock(live().mutex);
     for (auto* parameter : live().parameters)
       for (auto& [key, linear] : parameter->states)
         if (owner == 0 || parameter->owner == 0 || parameter->owner == owner) {
           linear->inputs->advance(step);
-          linear->note_capture(linear->arena->place().capture);  // it may be replayed, unseen
+          linear->note_capture(captures[linear->arena]);  // it may be replayed, unseen
         }
   }
   weights_changed();
