@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// aten::linear at three kinds of keys, for CPU and CUDA:
+// aten::linear at three kinds of keys, for CPU and CUDA, and where functorch's transforms take it:
 //   Autograd*  what nn.Linear and F.linear reach
 //   CPU, CUDA  below autograd: inference_mode, and calls from inside other autograd kernels
 //   Autocast*  in front of torch.autocast's own casts: there the operands are still the user's, so state stays with the
 //              parameter, and float32 is quantised directly instead of by way of bf16
+//   FuncTorchDynamicLayerFrontMode  in front of all of them, where PyTorch takes a linear apart: it runs so, and is
+//   counted
 // Outside a region each does what PyTorch does without Octavo.
 #include "aten_linear.h"
 
@@ -106,6 +108,20 @@ void count_call(const Tensor& x, const Tensor& w, Outcome outcome) {
 
 bool is_fp8(Outcome outcome) { return outcome == Outcome::kFp8 || outcome == Outcome::kFp8Stateless; }
 
+// Before anything has run. What the user chose is no fallback, whatever would have stood in the way after it.
+void answer_fallback(const Region& region, const Tensor& w, std::optional<at::ScalarType> compute, Outcome outcome) {
+  if (region.on_fallback == OnFallback::kAllow || !is_fallback(outcome)) return;
+  const bool wanted = compute && (is_half(*compute) || (*compute == at::kFloat && region.include_float32));
+  const bool computed = !(w.is_view() ? w._base() : w).is_leaf();
+  if (!wanted || computed || all_in_high_precision(region.products) || region.excludes(w)) return;
+  const auto says = c10::str("octavo: a linear with ", w.scalar_type(),
+                             " weights should run in FP8 here and cannot: ", describe(outcome));
+  TORCH_CHECK(region.on_fallback == OnFallback::kWarn, says,
+              "; with on_fallback=\"warn\" or \"allow\" it runs as outside of the region, and so it does inside "
+              "fp8_autocast(enabled=False)");
+  TORCH_WARN(says, "; it runs as outside of the region (on_fallback=\"allow\" says so in octavo.report() alone)");
+}
+
 // A compiler that traces a model inside the region (on fake tensors, all of them do) would record bf16 products.
 void refuse_tracing() {
   using c10::impl::TorchDispatchModeKey;
@@ -122,6 +138,7 @@ Tensor try_fp8(const Tensor& x, const Tensor& w, const OptionalTensor& bias, std
   refuse_tracing();
   if (const auto special = why_special(x, w, bias)) {
     count(-1, -1, -1, *special);
+    answer_fallback(*region, w, compute_type(x, w, bias, autocast), *special);
     return {};
   }
   if (!is_well_formed(x, w, bias)) return {};
@@ -129,6 +146,7 @@ Tensor try_fp8(const Tensor& x, const Tensor& w, const OptionalTensor& bias, std
   if (!compute) return {};
   const auto outcome = decide(*region, x, w, bias, *compute);
   count_call(x, w, outcome);
+  answer_fallback(*region, w, compute, outcome);
   return is_fp8(outcome) ? fp8_linear(x, w, bias, *compute, *region) : Tensor();
 }
 
@@ -154,7 +172,30 @@ Tensor linear_autocast(const Tensor& x, const Tensor& w, const OptionalTensor& b
                     at::autocast::cached_cast(dtype, bias, device));
 }
 
-// PyTorch warns that a kernel of its own (the Autocast keys') is replaced: that is what is meant here.
+// What stood at the key before; kept for ever, as what replaces it is.
+const c10::SafeKernelFunction*& functorch_linear() {
+  static const c10::SafeKernelFunction* kernel = nullptr;
+  return kernel;
+}
+
+c10::OperatorHandle aten_linear() { return c10::Dispatcher::singleton().findSchemaOrThrow("aten::linear", ""); }
+
+Tensor linear_in_transform(c10::DispatchKeySet keys, const Tensor& x, const Tensor& w, const OptionalTensor& bias) {
+  if (const auto region = active_region(); region && (x.is_cpu() || x.is_cuda())) {
+    refuse_tracing();
+    const auto device = x.device().type();
+    const auto autocast = at::autocast::is_autocast_enabled(device)
+                              ? std::optional(at::autocast::get_autocast_dtype(device))
+                              : std::nullopt;
+    count(-1, -1, -1, Outcome::kTransform);
+    answer_fallback(*region, w, compute_type(x, w, bias, autocast), Outcome::kTransform);
+  }
+  torch::jit::Stack stack{x, w, bias};
+  functorch_linear()->callBoxed(aten_linear(), keys, &stack);
+  return std::move(stack.front()).toTensor();
+}
+
+// PyTorch warns that a kernel of its own (the Autocast keys' and functorch's) is replaced: that is what is meant here.
 class ExpectedOverride final : public c10::WarningHandler {
  public:
   void process(const c10::Warning& warning) override {
@@ -165,7 +206,8 @@ class ExpectedOverride final : public c10::WarningHandler {
   c10::WarningHandler* before_ = c10::WarningUtils::get_warning_handler();
 };
 
-void register_at(c10::DispatchKey key, Tensor (*kernel)(const Tensor&, const Tensor&, const OptionalTensor&)) {
+template <class Kernel>
+void register_at(c10::DispatchKey key, Kernel* kernel) {
   // Kept for ever: a kernel must outlive the last call of it.
   auto* library = new torch::Library(torch::Library::IMPL, "aten", key, __FILE__, __LINE__);
   library->impl("linear", kernel);
@@ -184,6 +226,9 @@ void intercept_aten_linear() {
     register_at(c10::DispatchKey::CUDA, &linear_below_autograd);
     register_at(c10::DispatchKey::AutocastCPU, &linear_autocast<c10::DeviceType::CPU>);
     register_at(c10::DispatchKey::AutocastCUDA, &linear_autocast<c10::DeviceType::CUDA>);
+    constexpr auto kTransforms = c10::DispatchKey::FuncTorchDynamicLayerFrontMode;
+    functorch_linear() = new c10::SafeKernelFunction(aten_linear().getComputedKernelForDispatchKey(kTransforms));
+    register_at(kTransforms, &linear_in_transform);
   });
 }
 

@@ -48,6 +48,7 @@ Region::Region(std::shared_ptr<const Recipe> with, const AutocastOptions& option
       include_float32(options.include_float32),
       share_inputs(options.share_inputs),
       keep_fp8_weights(options.keep_fp8_weights),
+      on_fallback(options.on_fallback),
       small_auto_(recipe->options().small == "auto"),
       excluded_(options.exclude) {
   const auto& small = recipe->options().small;

@@ -31,6 +31,7 @@ struct Region final : c10::DebugInfoBase, std::enable_shared_from_this<Region> {
   bool include_float32;
   bool share_inputs;
   bool keep_fp8_weights;
+  OnFallback on_fallback;
 
  private:
   std::shared_ptr<const SmallProducts> small_;  // by name

@@ -53,6 +53,28 @@ const char* describe(Outcome outcome) {
   return "unknown";
 }
 
+bool is_fallback(Outcome outcome) {
+  switch (outcome) {
+    case Outcome::kWeight1d:
+    case Outcome::kBiasShape:
+    case Outcome::kSubclass:
+    case Outcome::kTransform:
+    case Outcome::kForwardAd:
+    case Outcome::kLayout:
+      return true;
+    case Outcome::kFp8:
+    case Outcome::kFp8Stateless:
+    case Outcome::kExcluded:
+    case Outcome::kFloat32:
+    case Outcome::kDtype:
+    case Outcome::kEmpty:
+    case Outcome::kHigh:
+    case Outcome::kSmall:
+      return false;
+  }
+  return false;
+}
+
 void count(int64_t m, int64_t n, int64_t k, Outcome outcome) {
   auto& t = table();
   std::lock_guard lock(t.mutex);

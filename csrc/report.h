@@ -26,6 +26,8 @@ enum class Outcome : int32_t {
   kSmall,
 };
 const char* describe(Outcome outcome);
+// Whether the linear should have run in FP8 and could not, as opposed to what somebody chose.
+bool is_fallback(Outcome outcome);
 
 void count(int64_t m, int64_t n, int64_t k, Outcome outcome);
 

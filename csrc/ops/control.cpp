@@ -28,6 +28,13 @@ Fp8Format parse_format(const std::string& name) {
   return Fp8Format::HYBRID;
 }
 
+OnFallback parse_on_fallback(const std::string& name) {
+  if (name == "allow") return OnFallback::kAllow;
+  if (name == "warn") return OnFallback::kWarn;
+  TORCH_CHECK(name == "error", "octavo: on_fallback must be \"allow\", \"warn\" or \"error\", not \"", name, "\"");
+  return OnFallback::kError;
+}
+
 Precision parse_precision(const std::string& name) {
   if (name == "fast") return Precision::kFast;
   if (name == "accurate") return Precision::kAccurate;
@@ -54,11 +61,11 @@ struct RegionHandle final : torch::CustomClassHolder {
   RegionHandle(bool enabled, const std::string& kind, int64_t history_len, double margin, bool power_of_two,
                const std::string& identity, const std::vector<std::string>& products, const std::string& small,
                const std::string& format, bool include_float32, bool share_inputs, bool keep_fp8_weights,
-               std::vector<Tensor> exclude)
-      : region(
-            std::make_shared<Region>(parse_recipe(kind, history_len, margin, power_of_two, identity, products, small),
-                                     AutocastOptions{enabled, parse_format(format), std::move(exclude), include_float32,
-                                                     share_inputs, keep_fp8_weights})) {}
+               const std::string& on_fallback, std::vector<Tensor> exclude)
+      : region(std::make_shared<Region>(
+            parse_recipe(kind, history_len, margin, power_of_two, identity, products, small),
+            AutocastOptions{enabled, parse_format(format), std::move(exclude), include_float32, share_inputs,
+                            keep_fp8_weights, parse_on_fallback(on_fallback)})) {}
 
   void enter() { push_region(region); }
   void exit() { pop_region(region); }
@@ -121,7 +128,7 @@ TORCH_LIBRARY_FRAGMENT(octavo, m) {
   m.class_<RegionHandle>("Region")
       .def(torch::init<bool, const std::string&, int64_t, double, bool, const std::string&,
                        const std::vector<std::string>&, const std::string&, const std::string&, bool, bool, bool,
-                       std::vector<Tensor>>())
+                       const std::string&, std::vector<Tensor>>())
       .def("enter", &RegionHandle::enter)
       .def("exit", &RegionHandle::exit)
       .def("make_default", &RegionHandle::make_default);

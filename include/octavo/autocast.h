@@ -11,6 +11,16 @@
 
 namespace octavo {
 
+// What happens to a linear that should run in FP8 and cannot: its tensors are of a subclass, nested or not strided,
+// inside a functorch transform or forward-mode AD, or its weight or bias has not a linear's shape. It then runs as it
+// would outside. What was chosen so (excluded, float32, small, by the recipe) is no fallback, nor is an empty
+// product or one whose weight is the result of a computation.
+enum class OnFallback {
+  kAllow,  // counted in the report
+  kWarn,   // and warned about
+  kError,  // an error instead
+};
+
 struct AutocastOptions {
   bool enabled = true;  // false: a region in which nothing runs in FP8, whatever surrounds it
   Fp8Format format = Fp8Format::HYBRID;
@@ -18,6 +28,7 @@ struct AutocastOptions {
   bool include_float32 = false;          // also linears whose operands are float32
   bool share_inputs = true;              // linears that follow each other on one input quantise it once: the same bits
   bool keep_fp8_weights = false;         // from forward to backward, a byte a parameter, instead of quantising again
+  OnFallback on_fallback = OnFallback::kAllow;
 };
 
 struct Region;

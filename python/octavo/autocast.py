@@ -17,6 +17,8 @@ from octavo.recipe import DelayedScaling, FP8Recipe, check_history, check_margin
 
 Excluded = torch.nn.Module | torch.Tensor
 
+_ON_FALLBACK = ("allow", "warn", "error")
+
 
 class fp8_autocast(contextlib.ContextDecorator):
     """A region: every eligible linear inside runs its three products in FP8, its backward too, wherever that is called.
@@ -37,6 +39,11 @@ class fp8_autocast(contextlib.ContextDecorator):
             long as nothing changes an input behind autograd's back (`x.data.mul_()`) between them.
         keep_fp8_weights: keep the weight's transposed FP8 copy from forward to backward, a byte a parameter, instead
             of quantising it again there.
+        on_fallback: "allow", "warn" or "error": what happens to a linear that should run in FP8 and cannot, because
+            its tensors are of a subclass, nested or not strided, inside a functorch transform or forward-mode AD, or
+            because its weight or bias has not a linear's shape. It runs as outside and is counted in octavo.report();
+            or that with a warning; or it is a RuntimeError. What was chosen so (excluded, float32, small, by the
+            recipe) is no fallback, nor is an empty product or one whose weight is the result of a computation.
 
     Raises:
         TypeError, ValueError: naming the argument and its value; nothing is entered then.
@@ -54,6 +61,7 @@ class fp8_autocast(contextlib.ContextDecorator):
         include_float32: bool = False,
         share_inputs: bool = True,
         keep_fp8_weights: bool = False,
+        on_fallback: str = "allow",
     ) -> None:
         flags = {
             "enabled": enabled,
@@ -64,11 +72,13 @@ class fp8_autocast(contextlib.ContextDecorator):
         for name, value in flags.items():
             if not isinstance(value, bool):
                 raise TypeError(f"octavo: {name} must be a bool, not {value!r}")
+        if on_fallback not in _ON_FALLBACK:
+            raise ValueError(f"octavo: on_fallback must be one of {', '.join(_ON_FALLBACK)}, not {on_fallback!r}")
         self.enabled = enabled
         self.recipe = _resolve_recipe(recipe, update_interval, margin)
         self.fp8_format = parse_format(fp8_format)
         self._excluded = _parameters_of(exclude)
-        self._flags = (include_float32, share_inputs, keep_fp8_weights)
+        self._flags = (include_float32, share_inputs, keep_fp8_weights, on_fallback)
         self._entered = threading.local()
 
     def _region(self) -> Any:

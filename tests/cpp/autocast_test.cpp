@@ -55,6 +55,19 @@ TEST(Autocast, NestsAndRestores) {
   EXPECT_TRUE(octavo::is_autocast_enabled());
 }
 
+TEST(Autocast, WhatCannotRunIsAnErrorWhereThatIsAskedFor) {
+  const auto x = random({8, 32}), w = parameter({24, 32}), bias = random({8, 24});
+  const auto outside = at::linear(x, w, bias);
+  {
+    const octavo::Autocast allow;
+    EXPECT_TRUE(at::equal(at::linear(x, w, bias), outside));
+  }
+  const octavo::Autocast error(std::make_shared<octavo::DelayedScaling>(), {.on_fallback = octavo::OnFallback::kError});
+  EXPECT_THROW(at::linear(x, w, bias), c10::Error);
+  EXPECT_TRUE(octavo::is_autocast_enabled());
+  EXPECT_TRUE(at::equal(at::linear(x, w), by_hand(x, w)));
+}
+
 TEST(Autocast, BelongsToItsThread) {
   const octavo::Autocast guard;
   bool elsewhere = true;
