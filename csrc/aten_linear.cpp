@@ -172,13 +172,15 @@ Tensor linear_autocast(const Tensor& x, const Tensor& w, const OptionalTensor& b
                     at::autocast::cached_cast(dtype, bias, device));
 }
 
-// What stood at the key before; kept for ever, as what replaces it is.
-const c10::SafeKernelFunction*& functorch_linear() {
-  static const c10::SafeKernelFunction* kernel = nullptr;
-  return kernel;
-}
-
 c10::OperatorHandle aten_linear() { return c10::Dispatcher::singleton().findSchemaOrThrow("aten::linear", ""); }
+
+constexpr auto kTransforms = c10::DispatchKey::FuncTorchDynamicLayerFrontMode;
+
+// PyTorch's own kernel at that key: to be asked for before it is replaced, and kept for ever, as what replaces it is.
+const c10::SafeKernelFunction& functorch_linear() {
+  static const auto* kernel = new c10::SafeKernelFunction(aten_linear().getComputedKernelForDispatchKey(kTransforms));
+  return *kernel;
+}
 
 Tensor linear_in_transform(c10::DispatchKeySet keys, const Tensor& x, const Tensor& w, const OptionalTensor& bias) {
   if (const auto region = active_region(); region && (x.is_cpu() || x.is_cuda())) {
@@ -191,7 +193,7 @@ Tensor linear_in_transform(c10::DispatchKeySet keys, const Tensor& x, const Tens
     answer_fallback(*region, w, compute_type(x, w, bias, autocast), Outcome::kTransform);
   }
   torch::jit::Stack stack{x, w, bias};
-  functorch_linear()->callBoxed(aten_linear(), keys, &stack);
+  functorch_linear().callBoxed(aten_linear(), keys, &stack);
   return std::move(stack.front()).toTensor();
 }
 
@@ -226,8 +228,7 @@ void intercept_aten_linear() {
     register_at(c10::DispatchKey::CUDA, &linear_below_autograd);
     register_at(c10::DispatchKey::AutocastCPU, &linear_autocast<c10::DeviceType::CPU>);
     register_at(c10::DispatchKey::AutocastCUDA, &linear_autocast<c10::DeviceType::CUDA>);
-    constexpr auto kTransforms = c10::DispatchKey::FuncTorchDynamicLayerFrontMode;
-    functorch_linear() = new c10::SafeKernelFunction(aten_linear().getComputedKernelForDispatchKey(kTransforms));
+    functorch_linear();
     register_at(kTransforms, &linear_in_transform);
   });
 }

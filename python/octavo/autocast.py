@@ -43,7 +43,9 @@ class fp8_autocast(contextlib.ContextDecorator):
             its tensors are of a subclass, nested or not strided, inside a functorch transform or forward-mode AD, or
             because its weight or bias has not a linear's shape. It runs as outside and is counted in octavo.report();
             or that with a warning; or it is a RuntimeError. What was chosen so (excluded, float32, small, by the
-            recipe) is no fallback, nor is an empty product or one whose weight is the result of a computation.
+            recipe) is no fallback, nor is an empty product or one whose weight is the result of a computation. But
+            torch.func's grad and jvp wrap the weights that they are given, which `exclude` then does not recognise:
+            call such a part inside fp8_autocast(enabled=False).
 
     Raises:
         TypeError, ValueError: naming the argument and its value; nothing is entered then.
@@ -78,7 +80,7 @@ class fp8_autocast(contextlib.ContextDecorator):
         self.recipe = _resolve_recipe(recipe, update_interval, margin)
         self.fp8_format = parse_format(fp8_format)
         self._excluded = _parameters_of(exclude)
-        self._flags = (include_float32, share_inputs, keep_fp8_weights, on_fallback)
+        self._options = (include_float32, share_inputs, keep_fp8_weights, on_fallback)
         self._entered = threading.local()
 
     def _region(self) -> Any:
@@ -94,7 +96,7 @@ class fp8_autocast(contextlib.ContextDecorator):
             r._products(),
             r.small or "",
             self.fp8_format.value,
-            *self._flags,
+            *self._options,
             self._excluded,
         )
 
