@@ -47,7 +47,7 @@ bool any_of_operands(const Tensor& x, const Tensor& w, const OptionalTensor& bia
 
 // Calls that F.linear itself refuses, or that are no linear as we know it: PyTorch's own words for those.
 bool is_well_formed(const Tensor& x, const Tensor& w, const OptionalTensor& bias) {
-  if (x.dim() < 1 || w.dim() < 1 || w.dim() > 2 || x.size(-1) != w.size(-1)) return false;
+  if (x.dim() < 1 || w.dim() < 1 || w.dim() > 2 || x.sym_size(-1) != w.sym_size(-1)) return false;
   const auto device = x.device();
   return !any_of_operands(x, w, bias, [&](const Tensor& t) { return t.device() != device || !t.is_floating_point(); });
 }
@@ -64,14 +64,15 @@ std::optional<at::ScalarType> compute_type(const Tensor& x, const Tensor& w, con
 }
 
 // Tensors that are more than strided memory of their own, told by their keys alone: some cannot even say their sizes.
-std::optional<Outcome> why_special(const Tensor& x, const Tensor& w, const OptionalTensor& bias) {
+// `traced`: the ones of a compiler that makes a graph are none.
+std::optional<Outcome> why_special(const Tensor& x, const Tensor& w, const OptionalTensor& bias, bool traced = false) {
   using c10::DispatchKey;
   const auto any_has = [&](c10::DispatchKeySet keys) {
     return any_of_operands(x, w, bias, [&](const Tensor& t) { return t.key_set().has_any(keys); });
   };
   if (any_has(c10::DispatchKeySet({DispatchKey::FuncTorchGradWrapper, DispatchKey::FuncTorchBatched})))
     return Outcome::kTransform;
-  if (any_has(c10::python_ks)) return Outcome::kSubclass;
+  if (!traced && any_has(c10::python_ks)) return Outcome::kSubclass;
   if (any_of_operands(x, w, bias, [](const Tensor& t) { return t.is_nested() || t.layout() != at::kStrided; }))
     return Outcome::kLayout;
   return std::nullopt;
@@ -82,37 +83,40 @@ bool all_in_high_precision(const Products& products) {
 }
 
 Outcome decide(const Region& region, const Tensor& x, const Tensor& w, const OptionalTensor& bias,
-               at::ScalarType compute) {
+               at::ScalarType compute, bool traced = false) {
   if (any_of_operands(x, w, bias, [](const Tensor& t) { return t._fw_grad(0).defined(); })) return Outcome::kForwardAd;
   if (region.excludes(w)) return Outcome::kExcluded;
   if (compute == at::kFloat && !region.include_float32) return Outcome::kFloat32;
   if (compute != at::kFloat && !is_half(compute)) return Outcome::kDtype;
   if (w.dim() == 1) return Outcome::kWeight1d;
-  if (bias && bias->defined() && (bias->dim() != 1 || bias->size(0) != w.size(0))) return Outcome::kBiasShape;
-  if (x.numel() == 0 || w.numel() == 0) return Outcome::kEmpty;
+  if (bias && bias->defined() && (bias->dim() != 1 || bias->sym_size(0) != w.sym_size(0))) return Outcome::kBiasShape;
+  if (x.sym_numel() == 0 || w.sym_numel() == 0) return Outcome::kEmpty;
   if (all_in_high_precision(region.products)) return Outcome::kHigh;
   if (const auto* small = region.small_on(x.device())) {
-    const int64_t k = x.size(-1), n = w.size(0);
-    if (!small->pays(region.policy.kind, x.numel() / k, n, k)) return Outcome::kSmall;
+    const auto k = x.sym_size(-1);
+    if (!small->pays(region.policy.kind, x.sym_numel() / k, w.sym_size(0), k)) return Outcome::kSmall;
   }
   ops::check_fp8_support(x.device());
-  return region.policy.kind == ScalingKind::kDynamic || can_hold_state(w) ? Outcome::kFp8 : Outcome::kFp8Stateless;
+  const bool has_state = region.policy.kind == ScalingKind::kDynamic || traced || can_hold_state(w);
+  return has_state ? Outcome::kFp8 : Outcome::kFp8Stateless;
 }
 
 void count_call(const Tensor& x, const Tensor& w, Outcome outcome) {
-  const int64_t k = x.size(-1), n = w.dim() == 2 ? w.size(0) : 1;
-  int64_t m = 1;
-  for (int64_t i = 0; i + 1 < x.dim(); ++i) m *= x.size(i);
-  count(m, n, k, outcome);
+  c10::SymInt m = 1;
+  for (int64_t i = 0; i + 1 < x.dim(); ++i) m = m * x.sym_size(i);
+  const auto n = w.dim() == 2 ? w.sym_size(0) : c10::SymInt(1);
+  const auto number = [](const c10::SymInt& size) { return size.maybe_as_int().value_or(-1); };
+  count(number(m), number(n), number(x.sym_size(-1)), outcome);
 }
 
 bool is_fp8(Outcome outcome) { return outcome == Outcome::kFp8 || outcome == Outcome::kFp8Stateless; }
 
 // Before anything has run. What the user chose is no fallback, whatever would have stood in the way after it.
-void answer_fallback(const Region& region, const Tensor& w, std::optional<at::ScalarType> compute, Outcome outcome) {
+void answer_fallback(const Region& region, const Tensor& w, std::optional<at::ScalarType> compute, Outcome outcome,
+                     const TracedWeight* traced = nullptr) {
   if (region.on_fallback == OnFallback::kAllow || !is_fallback(outcome)) return;
   const bool wanted = compute && (is_half(*compute) || (*compute == at::kFloat && region.include_float32));
-  const bool computed = !(w.is_view() ? w._base() : w).is_leaf();
+  const bool computed = traced ? !traced->leaf : !(w.is_view() ? w._base() : w).is_leaf();
   if (!wanted || computed || all_in_high_precision(region.products) || region.excludes(w)) return;
   const auto says = c10::str("octavo: a linear with ", w.scalar_type(),
                              " weights should run in FP8 here and cannot: ", describe(outcome));
@@ -130,24 +134,31 @@ void refuse_tracing() {
               "yet: it would silently run in bf16; call the model uncompiled, or outside of the region");
 }
 
-// The FP8 result, or undefined where PyTorch's implementation shall run.
-Tensor try_fp8(const Tensor& x, const Tensor& w, const OptionalTensor& bias, std::optional<at::ScalarType> autocast) {
-  if (turned_down) return {};
-  const auto region = active_region();
-  if (!region) return {};
-  refuse_tracing();
-  if (const auto special = why_special(x, w, bias)) {
+// The FP8 result, or undefined where PyTorch's implementation shall run. `traced`: a compiler makes a graph of it,
+// whose ops count their own calls; what it leaves alone is counted once, here.
+Tensor try_fp8(const Region& region, const Tensor& x, const Tensor& w, const OptionalTensor& bias,
+               std::optional<at::ScalarType> autocast, const TracedWeight* traced) {
+  if (const auto special = why_special(x, w, bias, traced)) {
     count(-1, -1, -1, *special);
-    answer_fallback(*region, w, compute_type(x, w, bias, autocast), *special);
+    answer_fallback(region, w, compute_type(x, w, bias, autocast), *special, traced);
     return {};
   }
   if (!is_well_formed(x, w, bias)) return {};
   const auto compute = compute_type(x, w, bias, autocast);
   if (!compute) return {};
-  const auto outcome = decide(*region, x, w, bias, *compute);
-  count_call(x, w, outcome);
-  answer_fallback(*region, w, compute, outcome);
-  return is_fp8(outcome) ? fp8_linear(x, w, bias, *compute, *region) : Tensor();
+  const auto outcome = decide(region, x, w, bias, *compute, traced);
+  if (!traced || !is_fp8(outcome)) count_call(x, w, outcome);
+  answer_fallback(region, w, compute, outcome, traced);
+  return is_fp8(outcome) ? fp8_linear(x, w, bias, *compute, region, traced) : Tensor();
+}
+
+// The same in this thread's region.
+Tensor try_fp8(const Tensor& x, const Tensor& w, const OptionalTensor& bias, std::optional<at::ScalarType> autocast) {
+  if (turned_down) return {};
+  const auto region = active_region();
+  if (!region) return {};
+  refuse_tracing();
+  return try_fp8(*region, x, w, bias, autocast, /*traced=*/nullptr);
 }
 
 Tensor linear_autograd(const Tensor& x, const Tensor& w, const OptionalTensor& bias) {
@@ -162,14 +173,71 @@ Tensor linear_below_autograd(const Tensor& x, const Tensor& w, const OptionalTen
 }
 
 template <c10::DeviceType device>
+Tensor cast_and_linear(at::ScalarType dtype, const Tensor& x, const Tensor& w, const OptionalTensor& bias) {
+  const TurnedDown guard;
+  return at::linear(at::autocast::cached_cast(dtype, x, device), at::autocast::cached_cast(dtype, w, device),
+                    at::autocast::cached_cast(dtype, bias, device));
+}
+
+template <c10::DeviceType device>
 Tensor linear_autocast(const Tensor& x, const Tensor& w, const OptionalTensor& bias) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(
       at::autocast::get_autocast_dispatch_key_from_device_type(device));
   const auto dtype = at::autocast::get_lower_precision_fp_from_device_type(device);
   if (auto y = try_fp8(x, w, bias, dtype); y.defined()) return y;
+  return cast_and_linear<device>(dtype, x, w, bias);
+}
+
+// octavo::_linear, which a compiled graph has in the place of aten::linear: under a region by its text.
+
+// Whether it is called to make a graph of it, on tensors of the compiler's own.
+bool is_traced(const Tensor& x, const Tensor& w, const OptionalTensor& bias) {
+  using c10::impl::TorchDispatchModeKey;
+  const auto is_on = [](TorchDispatchModeKey key) {
+    return c10::impl::TorchDispatchModeTLS::get_mode(key).has_value();
+  };
+  return any_of_operands(x, w, bias, [](const Tensor& t) { return t.key_set().has_any(c10::python_ks); }) &&
+         (is_on(TorchDispatchModeKey::FAKE) || is_on(TorchDispatchModeKey::FUNCTIONAL) ||
+          is_on(TorchDispatchModeKey::PROXY));
+}
+
+// What the op of the graph is told beside its operands.
+struct InGraph {
+  std::string_view region;
+  std::string_view left_alone;
+  TracedWeight weight;
+};
+
+Tensor try_fp8(const InGraph& graph, const Tensor& x, const Tensor& w, const OptionalTensor& bias,
+               std::optional<at::ScalarType> autocast) {
+  if (graph.region.empty()) return {};
+  const auto region = region_by_text(graph.region);
+  if (graph.left_alone.empty())
+    return try_fp8(*region, x, w, bias, autocast, is_traced(x, w, bias) ? &graph.weight : nullptr);
+  const bool excluded = graph.left_alone == describe(Outcome::kExcluded);
+  TORCH_CHECK(excluded || graph.left_alone == describe(Outcome::kSubclass),
+              "octavo: no linear is left alone because \"", graph.left_alone, "\"");
+  const auto outcome = excluded ? Outcome::kExcluded : Outcome::kSubclass;
+  count(-1, -1, -1, outcome);
+  answer_fallback(*region, w, compute_type(x, w, bias, autocast), outcome, &graph.weight);
+  return {};
+}
+
+Tensor linear_in_graph(const Tensor& x, const Tensor& w, const OptionalTensor& bias, std::string_view region,
+                       std::string_view left_alone, const OptionalTensor& leaf, c10::SymIntArrayRef slice) {
+  if (auto y = try_fp8({region, left_alone, {leaf, slice}}, x, w, bias, std::nullopt); y.defined()) return y;
   const TurnedDown guard;
-  return at::linear(at::autocast::cached_cast(dtype, x, device), at::autocast::cached_cast(dtype, w, device),
-                    at::autocast::cached_cast(dtype, bias, device));
+  return at::linear(x, w, bias);
+}
+
+template <c10::DeviceType device>
+Tensor linear_in_graph_autocast(const Tensor& x, const Tensor& w, const OptionalTensor& bias, std::string_view region,
+                                std::string_view left_alone, const OptionalTensor& leaf, c10::SymIntArrayRef slice) {
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(
+      at::autocast::get_autocast_dispatch_key_from_device_type(device));
+  const auto dtype = at::autocast::get_lower_precision_fp_from_device_type(device);
+  if (auto y = try_fp8({region, left_alone, {leaf, slice}}, x, w, bias, dtype); y.defined()) return y;
+  return cast_and_linear<device>(dtype, x, w, bias);
 }
 
 c10::OperatorHandle aten_linear() { return c10::Dispatcher::singleton().findSchemaOrThrow("aten::linear", ""); }
@@ -255,3 +323,11 @@ Tensor linear(const Tensor& x, const Tensor& w, const OptionalTensor& bias) {
 }
 
 }  // namespace octavo
+
+TORCH_LIBRARY_IMPL(octavo, CompositeImplicitAutograd, m) { m.impl("_linear", &octavo::linear_in_graph); }
+TORCH_LIBRARY_IMPL(octavo, AutocastCPU, m) {
+  m.impl("_linear", &octavo::linear_in_graph_autocast<c10::DeviceType::CPU>);
+}
+TORCH_LIBRARY_IMPL(octavo, AutocastCUDA, m) {
+  m.impl("_linear", &octavo::linear_in_graph_autocast<c10::DeviceType::CUDA>);
+}

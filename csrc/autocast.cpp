@@ -2,6 +2,8 @@
 #include <c10/util/Exception.h>
 
 #include <atomic>
+#include <map>
+#include <mutex>
 
 #include "aten_linear.h"
 #include "ops/device.h"
@@ -36,18 +38,25 @@ DebugInfoKind top_kind() {
   TORCH_CHECK(false, "octavo: the FP8 region is left on another thread, or in another order, than it was entered");
 }
 
+// Regions that compiled graphs refer to.
+struct KnownRegions {
+  std::mutex mutex;
+  std::map<std::string, std::shared_ptr<const Region>, std::less<>> by_text;
+};
+KnownRegions& known_regions() {
+  static auto* instance = new KnownRegions;
+  return *instance;
+}
+
 }  // namespace
 
 Region::Region(std::shared_ptr<const Recipe> with, const AutocastOptions& options)
-    : enabled(options.enabled),
+    : LinearRecipe{policy_of(with, options.format), operand_types(options.format), with->options().products,
+                   options.keep_fp8_weights, options.share_inputs},
+      enabled(options.enabled),
       recipe(std::move(with)),
       format(options.format),
-      types(operand_types(options.format)),
-      policy(policy_of(recipe, options.format)),
-      products(recipe->options().products),
       include_float32(options.include_float32),
-      share_inputs(options.share_inputs),
-      keep_fp8_weights(options.keep_fp8_weights),
       on_fallback(options.on_fallback),
       small_auto_(recipe->options().small == "auto"),
       excluded_(options.exclude) {
@@ -76,6 +85,34 @@ const SmallProducts* Region::small_on(c10::Device device) const {
     last = {device, count, small_products_of(ops::device_name(device))};
   }
   return last.products.get();
+}
+
+std::string text_of(const Region& region) {
+  const auto& small = region.recipe->options().small;
+  auto text =
+      c10::str(text_of(static_cast<const LinearRecipe&>(region)), "; share_inputs=", region.share_inputs,
+               ", include_float32=", region.include_float32, ", on_fallback=", static_cast<int>(region.on_fallback),
+               ", small=", small, ", tables loaded: ", small_tables_loaded());
+  auto& known = known_regions();
+  std::lock_guard lock(known.mutex);
+  auto& entry = known.by_text[text];
+  if (!entry) {
+    AutocastOptions options{.format = region.format,
+                            .include_float32 = region.include_float32,
+                            .share_inputs = region.share_inputs,
+                            .keep_fp8_weights = region.keep_fp8_weights,
+                            .on_fallback = region.on_fallback};
+    entry = std::make_shared<Region>(region.recipe, options);
+  }
+  return text;
+}
+
+std::shared_ptr<const Region> region_by_text(std::string_view text) {
+  auto& known = known_regions();
+  std::lock_guard lock(known.mutex);
+  const auto found = known.by_text.find(text);
+  TORCH_CHECK(found != known.by_text.end(), "octavo: no region of this process is \"", text, "\"");
+  return found->second;
 }
 
 void push_region(const std::shared_ptr<Region>& region) {

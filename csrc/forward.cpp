@@ -13,7 +13,7 @@ namespace {
 using at::Tensor;
 
 CopyKey key_of(const Forward& forward, at::ScalarType type, const SlotHold& slot) {
-  return {forward.region.policy.id, type, slot.place.stream, slot.place.capture};
+  return {forward.recipe.policy.id, type, slot.place.stream, slot.place.capture};
 }
 
 // Copies of x that the linear before has made of the same input (shared_input.h), or that the next one may use.
@@ -21,7 +21,7 @@ struct InputUse {
   InputUse(const Forward& forward, const SlotHold& slot, ops::ForwardCall& call)
       : history(slot.history), records(call.records), maker(slot.inputs) {
     if (!forward.trains()) return;
-    if (!forward.region.share_inputs) {
+    if (!forward.recipe.share_inputs) {
       number = SharedInput::new_number();  // histories go on, for regions that share
       return;
     }
@@ -76,21 +76,32 @@ struct WeightUse {
 // y is undefined unless `forward`.
 Tensor quantized(const Forward& f, bool forward, bool x_col, bool w_step, const std::optional<Tensor>& b,
                  Saved& saved) {
-  const auto slot = slot_of(f.w, f.region.policy, f.trains());
-  const bool records = f.trains() && slot.use.slot >= 0;
+  const auto& recipe = f.recipe;
+  const auto slot = f.part ? slot_in_graph(*f.part, f.w.device(), recipe.policy, f.trains())
+                           : slot_of(f.w, recipe.policy, f.trains());
+  const bool records = f.trains() && (f.part || slot.use.slot >= 0);  // a graph's tape has one size
   ops::ForwardCall call{.x = f.x,
                         .w = f.w,
                         .bias = b,
                         .slot = slot.use,
-                        .policy = f.region.policy.id,
-                        .x_type = f.region.types.type[kX],
-                        .w_type = f.region.types.type[kW],
+                        .policy = recipe.policy.id,
+                        .x_type = recipe.types.type[kX],
+                        .w_type = recipe.types.type[kW],
                         .y_type = f.compute,
                         .wants_y = forward,
-                        .fast = is_fast(f.region.products.forward),
+                        .fast = is_fast(recipe.products.forward),
                         .records = records,
                         .x_keep = ops::copies(false, x_col),
-                        .w_keep = ops::copies(false, w_step && f.region.keep_fp8_weights, w_step)};
+                        .w_keep = ops::copies(false, w_step && recipe.keep_fp8_weights, w_step)};
+  saved.seeded = slot.use.seeded;
+  saved.records = records;
+  if (f.part) {
+    auto result = ops::linear_forward(call);
+    saved.tape = result.tape;
+    saved.x = result.x.col;
+    saved.w_col = result.w.col;
+    return result.y;
+  }
   const InputUse input(f, slot, call);
   const WeightUse weight(f, slot, call);
   auto result = ops::linear_forward(call);
@@ -99,13 +110,11 @@ Tensor quantized(const Forward& f, bool forward, bool x_col, bool w_step, const 
   saved.tape = result.tape;
   if (x_col) saved.x = input.made ? input.made->col : result.x.col;
   const bool is_made = weight.made.tape.defined();
-  if (f.region.keep_fp8_weights) {
+  if (recipe.keep_fp8_weights) {
     saved.w_col = is_made ? weight.made.col : result.w.col;
   } else if (weight.key) {
     saved.scope_w = is_made ? weight.made : ops::Made{{}, result.w.col, result.tape};
   }
-  saved.seeded = slot.use.seeded;
-  saved.records = records;
   saved.inputs = slot.inputs;
   saved.input = input.number;
   return result.y;
@@ -114,9 +123,7 @@ Tensor quantized(const Forward& f, bool forward, bool x_col, bool w_step, const 
 }  // namespace
 
 std::pair<Tensor, Saved> Forward::run() const {
-  const auto& products = region.products;
-  const bool forward = in_fp8(products.forward), x_col = needs_dw && in_fp8(products.wgrad);
-  const bool w_step = needs_dx && in_fp8(products.dgrad);
+  const bool forward = in_fp8(recipe.products.forward), x_col = keeps_x_col(), w_step = keeps_w_step();
   const auto b = bias ? std::optional(bias->to(compute)) : std::nullopt;
   Saved saved;
   Tensor y;

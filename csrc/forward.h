@@ -8,14 +8,12 @@
 #include <optional>
 #include <utility>
 
+#include "leaf.h"
 #include "ops/primitives.h"
-#include "region.h"
+#include "policy.h"
 #include "shared_input.h"
 
 namespace octavo {
-
-inline bool in_fp8(Precision precision) { return precision != Precision::kHigh; }
-inline bool is_fast(Precision precision) { return precision == Precision::kFast; }
 
 // What forward makes for backward.
 struct Saved {
@@ -34,11 +32,14 @@ struct Forward {
   const at::Tensor& w;
   const std::optional<at::Tensor>& bias;
   at::ScalarType compute;
-  const Region& region;
+  const LinearRecipe& recipe;
   bool needs_dx;
   bool needs_dw;
   bool needs_db;
+  const WeightPart* part = nullptr;  // in a compiled graph: whose w is. Nothing but results then outlives the op
 
+  bool keeps_x_col() const { return needs_dw && in_fp8(recipe.products.wgrad); }
+  bool keeps_w_step() const { return needs_dx && in_fp8(recipe.products.dgrad); }
   bool trains() const { return needs_dx || needs_dw || needs_db; }
   // y, and what backward needs.
   std::pair<at::Tensor, Saved> run() const;

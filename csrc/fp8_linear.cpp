@@ -9,30 +9,21 @@
 // gradient, and the amax.
 #include "fp8_linear.h"
 
-#include <ATen/Functions.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/basic_ops.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/saved_variable.h>
 
+#include "backward.h"
 #include "forward.h"
-#include "ops/checks.h"
-#include "ops/primitives.h"
 
 namespace octavo {
 namespace {
 
 using at::Tensor;
-using ops::as_matrix;
 using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
-
-// The type and shape of an input, to give its gradient the same.
-struct Like {
-  at::ScalarType dtype;
-  at::DimVector sizes;
-};
 
 // A node whose end does not recurse down the graph: a long chain of layers would overflow the stack.
 template <class Node, class... Args>
@@ -46,24 +37,25 @@ const char* const kOnceDifferentiable =
 
 class Fp8LinearBackward final : public torch::autograd::Node {
  public:
-  Fp8LinearBackward(const Forward& call, const Saved& saved)
+  // `traced`: it runs in a graph that a compiler makes of it.
+  Fp8LinearBackward(const Forward& call, const Saved& saved, bool traced)
       : w_(call.needs_dx ? call.w : Tensor(), false),
         w_col_(call.needs_dx ? saved.w_col : Tensor(), false),
         x_(saved.x, false),
         tape_(saved.tape, false),
-        x_like_{call.x.scalar_type(), at::DimVector(call.x.sizes())},
-        w_like_{call.w.scalar_type(), at::DimVector(call.w.sizes())},
+        x_dtype_(call.x.scalar_type()),
+        w_dtype_(call.w.scalar_type()),
         bias_dtype_(call.bias ? call.bias->scalar_type() : call.compute),
         compute_(call.compute),
-        policy_(call.region.policy.id),
+        k_(call.w.sym_size(1)),
+        recipe_(call.recipe),
         // A recomputed tape, or one that hooks bring back, need not have the step that was known at forward.
         seeded_(saved.seeded && !tape_.has_hooks()),
         records_(saved.records),
+        traced_(traced),
         scope_w_(call.needs_dx ? saved.scope_w : ops::Made()),
         inputs_(saved.inputs),
-        input_(saved.input),
-        types_(call.region.types),
-        products_(call.region.products) {}
+        input_(saved.input) {}
 
   std::string name() const override { return "Fp8LinearBackward"; }
 
@@ -107,51 +99,27 @@ class Fp8LinearBackward final : public torch::autograd::Node {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     const bool dx = task_should_compute_output(0), dw = task_should_compute_output(1),
                db = task_should_compute_output(2);
-    const bool dx_fp8 = dx && in_fp8(products_.dgrad), dw_fp8 = dw && in_fp8(products_.wgrad);
+    const auto wanted = [](bool wants, at::ScalarType type) { return wants ? std::optional(type) : std::nullopt; };
 
-    variable_list result(3);
     NoteOfRecord note(*this);
-    // Also where only the bias learns: g's history goes on, for when more does again.
-    const bool quantizes = tape.defined() && (in_fp8(products_.dgrad) || in_fp8(products_.wgrad));
-    if (quantizes) {
-      auto gradients =
-          ops::linear_backward({.g = grad,
-                                .tape = tape,
-                                .w = dx_fp8 ? w : Tensor(),
-                                .w_col = dx_fp8 ? (scope_w_.col.defined() ? scope_w_.col : w_col) : Tensor(),
-                                .x_col = dw_fp8 ? x : Tensor(),
-                                .w_tape = scope_w_.tape,
-                                .policy = policy_,
-                                .g_type = types_.type[kG],
-                                .w_type = types_.type[kW],
-                                .dx_sizes = x_like_.sizes,
-                                .dx_type = x_like_.dtype,
-                                .dw_type = w_like_.dtype,
-                                .dx_fast = is_fast(products_.dgrad),
-                                .dw_fast = is_fast(products_.wgrad),
-                                .db_type = db ? std::optional(bias_dtype_) : std::nullopt,
-                                .seeded = seeded_,
-                                .records = records_});
-      result = {std::move(gradients.dx), std::move(gradients.dw), std::move(gradients.db)};
-    } else if (records_) {
-      ops::record(tape, policy_);
-    }
+    const Backward call{.g = grad,
+                        .tape = tape,
+                        .x = x,
+                        .w = w,
+                        .w_col = w_col,
+                        .scope_w = scope_w_,
+                        .recipe = recipe_,
+                        .k = k_,
+                        .compute = compute_,
+                        .dx_type = wanted(dx, x_dtype_),
+                        .dw_type = wanted(dw, w_dtype_),
+                        .db_type = wanted(db, bias_dtype_),
+                        .seeded = seeded_,
+                        .records = records_};
+    auto result = traced_ ? traced_backward(call) : call.run();
     note.done();
-
-    const auto dy = [&] { return as_matrix(grad); };
-    if (dx && !dx_fp8) result[0] = high(dy(), w).to(x_like_.dtype).view(x_like_.sizes);
-    if (dw && !dw_fp8) result[1] = high(dy().t(), as_matrix(x)).to(w_like_.dtype);
-    if (db && !quantizes) result[2] = column_sums(dy());
-    return result;
+    return {std::move(result.dx), std::move(result.dw), std::move(result.db)};
   }
-
-  // The bias gradient alone, by the same kernel and so in the same order.
-  Tensor column_sums(const Tensor& dy) const {
-    const auto any_step = at::ones({1}, dy.options().dtype(at::kFloat));
-    return ops::quantize_padded(dy, any_step, types_.type[kG], ops::kNoCopies, bias_dtype_, false).sums;
-  }
-
-  Tensor high(const Tensor& a, const Tensor& b) const { return at::mm(a.to(compute_), b.to(compute_)); }
 
   // With create_graph: the gradients are right, and differentiating them, with respect to whatever they depend on, is
   // an error.
@@ -168,38 +136,38 @@ class Fp8LinearBackward final : public torch::autograd::Node {
   SavedVariable w_col_;
   SavedVariable x_;
   SavedVariable tape_;
-  const Like x_like_;
-  const Like w_like_;
+  const at::ScalarType x_dtype_;
+  const at::ScalarType w_dtype_;
   const at::ScalarType bias_dtype_;
   const at::ScalarType compute_;
-  const int32_t policy_;
+  const c10::SymInt k_;
+  const LinearRecipe recipe_;
   const bool seeded_;
   const bool records_;
+  const bool traced_;
   // Held as they are: a recomputation need not be in the scope, and must save as many tensors.
   ops::Made scope_w_;
   const std::shared_ptr<InputHistory> inputs_;
   const uint64_t input_;
-  const OperandTypes types_;
-  const Products products_;
 };
 
 }  // namespace
 
 Tensor fp8_linear(const Tensor& x, const Tensor& w, const std::optional<Tensor>& bias, at::ScalarType compute,
-                  const Region& region) {
+                  const LinearRecipe& recipe, const TracedWeight* traced) {
   const auto b = bias && bias->defined() ? bias : std::nullopt;
   const bool grad = at::GradMode::is_enabled();
   const bool needs_dx = grad && x.requires_grad(), needs_dw = grad && w.requires_grad();
   const bool needs_db = grad && b && b->requires_grad();
-  const Forward call{x, w, b, compute, region, needs_dx, needs_dw, needs_db};
+  const Forward call{x, w, b, compute, recipe, needs_dx, needs_dw, needs_db};
   Tensor y;
   Saved saved;
   {
     at::AutoDispatchBelowADInplaceOrView below_autograd;
-    std::tie(y, saved) = call.run();
+    std::tie(y, saved) = traced ? traced_forward(call, *traced) : call.run();
   }
   if (needs_dx || needs_dw || needs_db) {
-    const auto node = make_node<Fp8LinearBackward>(call, saved);
+    const auto node = make_node<Fp8LinearBackward>(call, saved, traced != nullptr);
     node->set_next_edges(torch::autograd::collect_next_edges(x, w, b ? *b : Tensor()));
     torch::autograd::set_history(y, node);
   }

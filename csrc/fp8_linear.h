@@ -7,14 +7,16 @@
 
 #include <optional>
 
-#include "region.h"
+#include "compiled_linear.h"
+#include "policy.h"
 
 namespace octavo {
 
 // y[..., N] = x[..., K] w[N, K]^T + bias[N]. `compute` is the 16-bit type (or float32, where the region includes it) of
 // y and of the products that stay in high precision; x, w and bias are the user's own tensors, quantised from whatever
-// type they have. Differentiable (once) if grad mode is on.
+// type they have. Differentiable (once) if grad mode is on. `traced`: whose w is, where a
+// compiler is making a graph of it.
 at::Tensor fp8_linear(const at::Tensor& x, const at::Tensor& w, const std::optional<at::Tensor>& bias,
-                      at::ScalarType compute, const Region& region);
+                      at::ScalarType compute, const LinearRecipe& recipe, const TracedWeight* traced = nullptr);
 
 }  // namespace octavo

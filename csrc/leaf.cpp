@@ -26,7 +26,7 @@ Orphans& orphans() {
 
 }  // namespace
 
-std::pair<at::Tensor, ViewKey> leaf_of(const at::Tensor& weight) {
+WeightPart leaf_of(const at::Tensor& weight) {
   if (!weight.is_view()) return {weight.is_leaf() ? weight : at::Tensor(), {}};
   auto base = weight._base();
   if (!base.is_leaf()) return {};

@@ -19,7 +19,8 @@ namespace octavo {
 using ViewKey = std::vector<int64_t>;  // of a slice of the parameter: offset, sizes, strides; empty: the whole
 
 // The leaf that a weight is, or is a part of, and which part; an undefined tensor if there is none.
-std::pair<at::Tensor, ViewKey> leaf_of(const at::Tensor& weight);
+using WeightPart = std::pair<at::Tensor, ViewKey>;
+WeightPart leaf_of(const at::Tensor& weight);
 
 using WeakLeaf = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
 

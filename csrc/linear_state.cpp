@@ -13,26 +13,40 @@ namespace octavo {
 
 bool can_hold_state(const at::Tensor& weight) { return !weight.is_inference() && leaf_of(weight).first.defined(); }
 
-SlotHold slot_of(const at::Tensor& weight, const ScalingPolicy& policy, bool trains) {
+namespace {
+
+SlotHold slot_in(const WeightPart& part, c10::Device device, const ScalingPolicy& policy, bool trains, bool compiled) {
+  const auto& [leaf, key] = part;
   SlotHold hold;
-  hold.place = Arena::of(weight.device()).place();
-  if (policy.kind == ScalingKind::kDynamic || weight.is_inference()) return hold;
-  auto [leaf, key] = leaf_of(weight);
-  if (!leaf.defined()) return hold;
+  hold.place = Arena::of(device).place();
+  if (policy.kind == ScalingKind::kDynamic || !leaf.defined()) return hold;
   std::lock_guard lock(live().mutex);
-  auto* state = state_of(kept_with<ParameterState>(leaf), leaf, key, weight.device());
+  auto* state = state_of(kept_with<ParameterState>(leaf), leaf, key, device);
   if (!state) return hold;
   note_use(*state, policy, trains, hold.place);
+  if (compiled && trains) state->compiled = true;
   hold.use = state->use(policy, hold.place);
   // A dispatch mode would run code of its own while the lock is held, which may come back for it.
   if (c10::impl::TorchDispatchModeTLS::any_modes_set()) hold.use.seeded = false;
   if (hold.use.seeded) hold.lock = std::shared_lock(emptying());
   hold.version = state->version;
-  hold.is_sure = state->only_policy == policy.id && (state->captured == 0 || state->captured == hold.place.capture);
+  hold.is_sure = !state->compiled && state->only_policy == policy.id &&
+                 (state->captured == 0 || state->captured == hold.place.capture);
   const bool follows = hold.is_sure && policy.kind != ScalingKind::kCustom;
   hold.history = follows ? state->inputs->value() : SlotHold::kUnknown;
   if (trains) hold.inputs = state->inputs;
   return hold;
+}
+
+}  // namespace
+
+SlotHold slot_of(const at::Tensor& weight, const ScalingPolicy& policy, bool trains) {
+  const bool may_hold = policy.kind != ScalingKind::kDynamic && !weight.is_inference();
+  return slot_in(may_hold ? leaf_of(weight) : WeightPart(), weight.device(), policy, trains, false);
+}
+
+SlotHold slot_in_graph(const WeightPart& part, c10::Device device, const ScalingPolicy& policy, bool trains) {
+  return slot_in(part, device, policy, trains, true);
 }
 
 int64_t claim(at::TensorList parameters, int64_t owner, bool take_over) {

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "arena.h"
+#include "leaf.h"
 #include "ops/primitives.h"
 #include "policy.h"
 #include "shared_input.h"
@@ -35,6 +36,8 @@ struct SlotHold {
 // The slot of a weight under a policy, made on first use. Stateless: dynamic scaling, and weights that are neither a
 // leaf nor a view of one. `trains` counts the uses that a backward may follow.
 SlotHold slot_of(const at::Tensor& weight, const ScalingPolicy& policy, bool trains);
+// The same in a compiled graph, for the part of a leaf that the weight is (leaf.h); an undefined leaf is stateless.
+SlotHold slot_in_graph(const WeightPart& part, c10::Device device, const ScalingPolicy& policy, bool trains);
 
 // Whether a weight can hold state: it is a leaf, or a view of one.
 bool can_hold_state(const at::Tensor& weight);

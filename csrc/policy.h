@@ -6,6 +6,7 @@
 
 #include <memory>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "slot.h"
@@ -29,6 +30,22 @@ const ScalingPolicy& policy_by_id(int64_t id);
 const std::string& policy_key(int64_t id);
 const ScalingPolicy& policy_by_key(const std::string& key);
 bool is_policy_key(const std::string& key);
+
+inline bool in_fp8(Precision precision) { return precision != Precision::kHigh; }
+inline bool is_fast(Precision precision) { return precision == Precision::kFast; }
+
+// What a linear's forward and backward have to know of a region: plain values, which a compiled graph can carry.
+struct LinearRecipe {
+  ScalingPolicy policy;
+  OperandTypes types;
+  Products products;
+  bool keep_fp8_weights = false;
+  bool share_inputs = false;
+};
+// As text and back, without share_inputs: nothing outlives an op of a compiled graph. The text begins with the version
+// of what the ops of such graphs mean, since graphs are kept on disk. Throws for a text of another version.
+std::string text_of(const LinearRecipe& recipe);
+const LinearRecipe& recipe_by_text(std::string_view text);
 
 // Custom policies known so far, each with its recipe (null if external).
 struct CustomPolicy {

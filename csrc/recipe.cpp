@@ -2,6 +2,7 @@
 #include <ATen/Functions.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <deque>
@@ -9,6 +10,7 @@
 #include <map>
 #include <mutex>
 #include <optional>
+#include <sstream>
 
 #include "policy.h"
 
@@ -180,6 +182,63 @@ const ScalingPolicy& policy_by_key(const std::string& key) {
 }
 
 bool is_policy_key(const std::string& key) { return parse_key(key).has_value(); }
+
+namespace {
+
+// Another one whenever the meaning of _compiled_forward or _compiled_backward changes (ops/schema.cpp).
+constexpr int kGraphContract = 1;
+
+constexpr char kPrecisions[] = {'f', 'a', 'h'};  // of Precision
+
+Precision precision_of(char letter) {
+  const auto* end = kPrecisions + sizeof kPrecisions;
+  const auto* found = std::find(kPrecisions, end, letter);
+  TORCH_CHECK(found != end, "octavo: '", letter, "' is no precision of a product");
+  return static_cast<Precision>(found - kPrecisions);
+}
+
+LinearRecipe parse_recipe(const std::string& text) {
+  std::istringstream in(text);
+  int contract = 0, keeps = 0;
+  std::string products, key;
+  in >> contract >> products >> keeps >> std::ws;
+  std::getline(in, key);
+  TORCH_CHECK(in && contract == kGraphContract && products.size() == 3,
+              "octavo: a compiled graph of another version of ", "Octavo (it says \"", text,
+              "\"); compile it anew, with torch.compiler.reset()");
+  LinearRecipe recipe;
+  recipe.policy = policy_by_key(key);
+  recipe.products = {precision_of(products[0]), precision_of(products[1]), precision_of(products[2])};
+  recipe.keep_fp8_weights = keeps != 0;
+  for (int i = 0; i < kOperands; ++i)
+    recipe.types.type[i] =
+        recipe.policy.fp8_max[i] == fp8_max(at::kFloat8_e5m2) ? at::kFloat8_e5m2 : at::kFloat8_e4m3fn;
+  return recipe;
+}
+
+}  // namespace
+
+std::string text_of(const LinearRecipe& recipe) {
+  const auto letter = [](Precision precision) { return kPrecisions[static_cast<int>(precision)]; };
+  const auto& p = recipe.products;
+  return c10::str(kGraphContract, ' ', letter(p.forward), letter(p.dgrad), letter(p.wgrad), ' ',
+                  recipe.keep_fp8_weights, ' ', policy_key(recipe.policy.id));
+}
+
+const LinearRecipe& recipe_by_text(std::string_view text) {
+  struct Known {
+    std::mutex mutex;
+    std::map<std::string, LinearRecipe, std::less<>> by_text;  // never erased, so that what is handed out stays
+  };
+  static auto* known = new Known;
+  std::lock_guard lock(known->mutex);
+  auto found = known->by_text.find(text);
+  if (found == known->by_text.end()) {
+    const std::string copy(text);
+    found = known->by_text.emplace(copy, parse_recipe(copy)).first;
+  }
+  return found->second;
+}
 
 std::vector<CustomPolicy> custom_policies() {
   auto& table = policies();

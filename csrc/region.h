@@ -8,6 +8,8 @@
 
 #include <cstdint>
 #include <memory>
+#include <string>
+#include <string_view>
 #include <unordered_set>
 #include <vector>
 
@@ -16,7 +18,7 @@
 
 namespace octavo {
 
-struct Region final : c10::DebugInfoBase, std::enable_shared_from_this<Region> {
+struct Region final : c10::DebugInfoBase, LinearRecipe, std::enable_shared_from_this<Region> {
   Region(std::shared_ptr<const Recipe> recipe, const AutocastOptions& options);
   bool excludes(const at::Tensor& weight) const;
   // The table that says which linears are too small for FP8 on this device; null: none.
@@ -25,13 +27,10 @@ struct Region final : c10::DebugInfoBase, std::enable_shared_from_this<Region> {
   bool enabled;
   std::shared_ptr<const Recipe> recipe;
   Fp8Format format;
-  OperandTypes types;
-  ScalingPolicy policy;
-  Products products;
   bool include_float32;
-  bool share_inputs;
-  bool keep_fp8_weights;
   OnFallback on_fallback;
+
+  const std::vector<at::Tensor>& excluded() const { return excluded_; }
 
  private:
   std::shared_ptr<const SmallProducts> small_;  // by name
@@ -43,6 +42,11 @@ struct Region final : c10::DebugInfoBase, std::enable_shared_from_this<Region> {
 void push_region(const std::shared_ptr<Region>& region);
 // Takes `region` off this thread's stack, also from below what others have put on top of it since.
 void pop_region(const std::shared_ptr<Region>& region);
+
+// A region without its exclusions as text, by which graphs that a compiler makes in it refer to it: equal for equal
+// regions, another one when a table of small linears has been loaded. Good in this process alone.
+std::string text_of(const Region& region);
+std::shared_ptr<const Region> region_by_text(std::string_view text);
 
 // The region of this thread, else the process-wide one; null where nothing runs in FP8.
 std::shared_ptr<Region> active_region();

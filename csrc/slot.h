@@ -82,6 +82,9 @@ struct Tape {
   int32_t ring;
 };
 
+// A GPU's tiles are this wide and high; on a CPU a matrix is one tile.
+constexpr int64_t kPeakTile = 128;
+
 constexpr int64_t kTapeWords = sizeof(Tape) / sizeof(int32_t);
 static_assert(kTapeWords == 16);
 

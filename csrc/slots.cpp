@@ -27,6 +27,7 @@ std::unique_ptr<LinearState> moved(LinearState& from, Arena& to, int64_t owner) 
   to.slot_words(state->handle.slot).copy_(words);
   state->custom = from.custom;
   state->only_policy = from.only_policy;
+  state->compiled = from.compiled;
   state->inputs->reset(InputHistory::mixed(SharedInput::new_number(), 0));  // what is pending is not followed
   return state;
 }

@@ -77,6 +77,7 @@ struct LinearState {
   std::shared_ptr<InputHistory> inputs = std::make_shared<InputHistory>();
   std::vector<int32_t> custom;  // ids of the custom policies that used it
   int64_t trained = 0;          // training forwards
+  bool compiled = false;        // a compiled graph trains it, whose records the host does not follow
 };
 
 class ParameterState;

@@ -79,7 +79,7 @@ std::shared_ptr<const SmallProducts> find(Fits&& fits) {
 
 }  // namespace
 
-bool SmallProducts::pays(ScalingKind kind, int64_t m, int64_t n, int64_t k) const {
+bool SmallProducts::pays(ScalingKind kind, const c10::SymInt& m, const c10::SymInt& n, const c10::SymInt& k) const {
   for (const auto& corner : kind == ScalingKind::kDynamic ? dynamic : delayed)
     if (m >= corner.m && n >= corner.n && k >= corner.k) return true;
   return false;

@@ -3,6 +3,7 @@
 // that the same model has the same bits wherever and whenever it runs under the same table.
 #pragma once
 
+#include <c10/core/SymInt.h>
 #include <octavo/small.h>
 
 #include <cstdint>
@@ -21,8 +22,8 @@ struct SmallProducts {
   std::vector<Corner> delayed;
   std::vector<Corner> dynamic;
 
-  // FP8 pays for y[M, N] = x[M, K] w[N, K]^T: M, N and K reach those of a corner.
-  bool pays(ScalingKind kind, int64_t m, int64_t n, int64_t k) const;
+  // FP8 pays for y[M, N] = x[M, K] w[N, K]^T: M, N and K reach those of a corner. Symbolic sizes: a guard a corner.
+  bool pays(ScalingKind kind, const c10::SymInt& m, const c10::SymInt& n, const c10::SymInt& k) const;
 };
 
 // Throws, naming the known ones, for a name that no table has.

@@ -15,7 +15,7 @@
 
 namespace octavo::kernels {
 
-constexpr int kTile = 128;
+constexpr int kTile = kPeakTile;
 constexpr int kThreads = 256;
 constexpr int kBlock = 8;
 constexpr int kGroups = kTile / kBlock;

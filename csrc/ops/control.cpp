@@ -70,6 +70,7 @@ struct RegionHandle final : torch::CustomClassHolder {
   void enter() { push_region(region); }
   void exit() { pop_region(region); }
   void make_default() { set_default_region(region); }
+  std::string text() { return text_of(*region); }
 
   const std::shared_ptr<Region> region;
 };
@@ -131,7 +132,8 @@ TORCH_LIBRARY_FRAGMENT(octavo, m) {
                        const std::string&, std::vector<Tensor>>())
       .def("enter", &RegionHandle::enter)
       .def("exit", &RegionHandle::exit)
-      .def("make_default", &RegionHandle::make_default);
+      .def("make_default", &RegionHandle::make_default)
+      .def("text", &RegionHandle::text);
   m.def("_load_small_table(str path) -> str", &load_small_table);
   m.def("_small_tables() -> (str[] names, str[] devices, str[] hashes)", [] {
     std::vector<std::string> names, devices, hashes;
@@ -148,7 +150,15 @@ TORCH_LIBRARY_FRAGMENT(octavo, m) {
     for (auto* arena : Arena::all()) arena->forget_streams();
   });
   m.def("_clear_default() -> ()", [] { set_default_region(nullptr); });
+  // Marks in a compiler's graph, which are taken out before it runs: where regions begin and end, by number.
+  m.def("_begin_region(int settings) -> ()", [](int64_t) {});
+  m.def("_end_region() -> ()", [] {});
   m.def("_is_active() -> bool", [] { return active_region() != nullptr; });
+  // The region in force, as text for graphs, or "", and what it excludes.
+  m.def("_active_region() -> (str text, Tensor[] excluded)", [] {
+    const auto region = active_region();
+    return region ? std::tuple(text_of(*region), region->excluded()) : std::tuple(std::string(), std::vector<Tensor>());
+  });
   m.def("_claim(Tensor[] parameters, int owner, bool take_over) -> int",
         [](const std::vector<Tensor>& parameters, int64_t owner, bool take_over) {
           return claim(parameters, owner, take_over);

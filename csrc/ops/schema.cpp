@@ -45,6 +45,21 @@ TORCH_LIBRARY(octavo, m) {
       "db)");
   // That record alone, of x and w.
   m.def("_record(Tensor tape, int policy) -> ()");
+  // ---- For compiled graphs (compiled_linear.h). The linear that a graph gets in the place of aten::linear: under a
+  // region (text_of in region.h), or as outside of all, where that is "" or `left_alone` is not: the reason (report.h),
+  // which is counted. leaf: whose the weight is, None: no one's;
+  // slice: its offset, sizes and strides if it is a part of that.
+  m.def(
+      "_linear(Tensor x, Tensor w, Tensor? bias, str region, str left_alone, Tensor? leaf, SymInt[] slice) -> Tensor");
+  // What that becomes, if in FP8. recipe: text_of in policy.h. What is not wanted is a tensor of no elements.
+  m.def(
+      "_compiled_forward(Tensor x, Tensor w, Tensor? bias, Tensor? leaf, SymInt[] slice, str recipe, ScalarType "
+      "compute, bool needs_dx, bool needs_dw, bool trains, SymInt tape_words) -> "
+      "(Tensor y, Tensor x_col, Tensor w_col, Tensor tape)");
+  // k: of x [..., K]. A gradient whose type is None is not wanted.
+  m.def(
+      "_compiled_backward(Tensor g, Tensor tape, Tensor? x, Tensor? w, Tensor? w_col, str recipe, SymInt k, ScalarType "
+      "compute, ScalarType? dx_type, ScalarType? dw_type, ScalarType? db_type) -> (Tensor dx, Tensor dw, Tensor db)");
   // Copies of any matrix, with a given step.
   m.def(
       "_quantize_padded(Tensor x, Tensor step, ScalarType type, int copies, ScalarType? sums, bool amax) -> "

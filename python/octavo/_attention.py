@@ -7,6 +7,8 @@ import functools
 
 import torch
 
+from octavo._compiled_regions import is_traced_for_fp8
+
 
 def install() -> None:
     """Once, when a region is first entered."""
@@ -16,6 +18,8 @@ def install() -> None:
 
     @functools.wraps(original)
     def get_fastpath_enabled() -> bool:
+        if torch.compiler.is_dynamo_compiling():
+            return original() and not is_traced_for_fp8()
         return original() and not torch.ops.octavo._is_active()
 
     get_fastpath_enabled._octavo = True  # type: ignore[attr-defined]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import struct
+import weakref
 from typing import Any
 
 import torch
@@ -56,6 +57,14 @@ def _check_small(small: Any) -> None:
         )
 
 
+_by_key: weakref.WeakValueDictionary[str, FP8Recipe] = weakref.WeakValueDictionary()
+
+
+def recipe_by_key(key: str) -> FP8Recipe:
+    """A recipe that is still there, or one that is equal to it."""
+    return _by_key[key]
+
+
 class _FrozenWhenMade(type):
     """Closes an object against changes once its __init__, however deep the subclass, is through."""
 
@@ -63,6 +72,8 @@ class _FrozenWhenMade(type):
         made = super().__call__(*args, **kwargs)
         # Once: regions ask for it each time they are entered, and it may have to read a tensor's values.
         object.__setattr__(made, "_text", made._identify())  # raises where an attribute cannot be compared
+        object.__setattr__(made, "_key_text", repr(made._key()))
+        _by_key[made._key_text] = made
         return made
 
 

@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nothing is silent: what ran in FP8, what did not and why, and torch.compile."""
+"""Nothing is silent: what ran in FP8, what did not and why."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.nn.functional as F
-from checks import assert_bits, differ
-from runs import batches, linear, network
+from checks import assert_bits
+from runs import batches, linear
 
 import octavo
 
@@ -124,84 +122,3 @@ def test_other_reasons_have_names(device: torch.device) -> None:
         report = octavo.report(reset=True)
         assert report.fp8_calls == 0 and report.other_calls == 1
         assert report.rows[0].reason not in ("", "fp8")
-
-
-# torch.compile --------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("what", ["function", "module"])
-def test_compile_inside_a_region_raises(device: torch.device, dynamo: None, what: str, backend: str) -> None:
-    """A model compiled in a region would lose FP8 without a word: it raises an error that names octavo instead."""
-    model, x = network(device), batches(1, device)[0]
-    compiled = torch.compile(model if what == "module" else lambda x: model(x), backend=backend)
-    with pytest.raises(RuntimeError, match=r"(?i)octavo"), octavo.fp8_autocast():
-        compiled(x)
-    assert not octavo.fp8_state().enabled
-
-
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("grad", [True, False])
-def test_a_graph_from_outside_raises_inside(device: torch.device, dynamo: None, grad: bool, backend: str) -> None:
-    """A graph compiled before, outside, is bf16: reached in a region it raises, each time; outside it still runs."""
-    model, x = network(device), batches(1, device)[0]
-    compiled = torch.compile(model, backend=backend)
-    with torch.set_grad_enabled(grad):
-        outside = compiled(x)
-        for _ in range(2):
-            with pytest.raises(RuntimeError, match=r"(?i)octavo"), octavo.fp8_autocast():
-                compiled(x)
-        assert_bits(compiled(x), outside)
-
-
-def test_compile_under_the_process_wide_switch_raises(device: torch.device, dynamo: None) -> None:
-    """The switch is a region too."""
-    model, x = network(device), batches(1, device)[0]
-    compiled = torch.compile(model, backend="eager")
-    compiled(x)
-    octavo.fp8_linear_enable()
-    try:
-        with pytest.raises(RuntimeError, match=r"(?i)octavo"):
-            compiled(x)
-    finally:
-        octavo.fp8_linear_enable(False)
-    compiled(x)
-
-
-def test_disabled_regions_leave_compile_alone(device: torch.device, dynamo: None) -> None:
-    """Under enabled=False, and after a region, compiled models run as ever."""
-    model, x = network(device), batches(1, device)[0]
-    compiled = torch.compile(model, backend="aot_eager")
-    with octavo.fp8_autocast(False):
-        disabled = compiled(x)
-    with octavo.fp8_autocast():
-        fp8 = model(x)
-    assert_bits(compiled(x), disabled)
-    assert differ(fp8, disabled)
-
-
-def test_a_region_inside_a_compiled_function_is_never_silent_bf16(device: torch.device, dynamo: None) -> None:
-    """Either the function runs FP8 there, or it raises: bf16 bits are no answer."""
-    layer, x = linear(24, 16, BF16, device), batches(1, device)[0]
-
-    @torch.compile(backend="eager")
-    def run(x: torch.Tensor) -> torch.Tensor:
-        with octavo.fp8_autocast():
-            return layer(x)
-
-    with octavo.fp8_autocast():
-        expected = layer(x)
-    try:
-        got = run(x)
-    except Exception as error:
-        assert "octavo" in str(error).lower()
-    else:
-        assert_bits(got, expected)
-    assert not octavo.fp8_state().enabled
