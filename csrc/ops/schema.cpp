@@ -46,11 +46,11 @@ TORCH_LIBRARY(octavo, m) {
   // That record alone, of x and w.
   m.def("_record(Tensor tape, int policy) -> ()");
   // ---- For compiled graphs (compiled_linear.h). The linear that a graph gets in the place of aten::linear: under a
-  // region (text_of in region.h), or as outside of all, where that is "" or `left_alone` is not: the reason (report.h),
-  // which is counted. leaf: whose the weight is, None: no one's;
+  // region (text_of in region.h), or as outside of all, where that is "". leaf: whose the weight is, None: no one's;
   // slice: its offset, sizes and strides if it is a part of that.
-  m.def(
-      "_linear(Tensor x, Tensor w, Tensor? bias, str region, str left_alone, Tensor? leaf, SymInt[] slice) -> Tensor");
+  m.def("_linear(Tensor x, Tensor w, Tensor? bias, str region, Tensor? leaf, SymInt[] slice) -> Tensor");
+  // That a graph leaves a linear alone, for a reason that the report has: counted, and more if on_fallback says so.
+  m.def("_left_alone(str region, str reason, ScalarType w_type, bool computed, ScalarType compute) -> ()");
   // What that becomes, if in FP8. recipe: text_of in policy.h. What is not wanted is a tensor of no elements.
   m.def(
       "_compiled_forward(Tensor x, Tensor w, Tensor? bias, Tensor? leaf, SymInt[] slice, str recipe, ScalarType "

@@ -17,7 +17,7 @@ from octavo import _opaque_calls
 from octavo._settings import settings_of
 
 _LINEARS = (F.linear, torch.ops.aten.linear, torch.ops.aten.linear.default)
-_EXCLUDED, _SUBCLASS = "excluded", "tensor subclass"  # as the report has them
+_EXCLUDED, _SUBCLASS, _TRANSFORM = "excluded", "tensor subclass", "functorch transform"  # as the report has them
 
 
 class Region:
@@ -66,43 +66,51 @@ class _Pass:
             raise NotImplementedError("octavo: a piece of a compiled function is used in two regions; compile it apart")
         regions = [region]
         inputs = _inputs_of(graph)
+        transforms = 0
         for node in list(graph.graph.nodes):
+            name = _name_of(node)
             if node.target is torch.ops.octavo._begin_region:
                 regions.append(_region_of(*node.args))
                 graph.graph.erase_node(node)
             elif node.target is torch.ops.octavo._end_region:
                 regions.pop()
                 graph.graph.erase_node(node)
+            elif name.endswith("_increment_nesting"):
+                transforms += 1
+            elif name.endswith("_decrement_nesting"):
+                transforms -= 1
             elif node.op == "call_function" and node.target in _LINEARS:
-                self._replace(graph, node, regions[-1], inputs)
+                operands = _operands_of(node)
+                here = regions[-1]
+                if here.text and self._is_left_alone(here, operands, inputs, transforms > 0):
+                    continue
+                if here.text or len(regions) > 1:
+                    _replace(graph, node, operands, here, inputs)
             elif node.op == "call_function" and regions[-1].text and _opaque_calls.is_opaque(node.target):
                 self._replace_inside(node, regions[-1], inputs)
             for inner in _graphs_of(graph, node):
                 self.run(inner, regions[-1])
         graph.recompile()
 
-    def _replace(self, graph: GraphModule, node: Node, region: Region, inputs: dict[int, Node]) -> None:
-        names = ("input", "weight", "bias")
-        operands = [dict(zip(names, node.args, strict=False), **node.kwargs).get(name) for name in names]
+    def _is_left_alone(self, region: Region, operands: list[Any], inputs: dict[int, Node], in_transform: bool) -> bool:
+        """Whether it is what it would be outside; then it is counted."""
         values = [_value_of(operand) for operand in operands if isinstance(operand, Node)]
-        leaf, part = _owner(operands[1], inputs)
-        left_alone = ""
-        if region.text and any(map(is_traceable_wrapper_subclass, values)):
-            left_alone = _SUBCLASS
-        elif region.excludes_something and self._is_excluded(region, operands[1]):
-            left_alone = _EXCLUDED
-        with graph.graph.inserting_before(node):
-            made = graph.graph.call_function(
-                torch.ops.octavo._linear.default, (*operands, region.text, left_alone, leaf, part)
-            )
-        made.meta = node.meta
-        node.replace_all_uses_with(made)
-        graph.graph.erase_node(node)
+        if region.excludes_something and self._is_excluded(region, operands[1]):
+            reason = _EXCLUDED
+        elif any(map(is_traceable_wrapper_subclass, values)):
+            reason = _SUBCLASS
+        elif in_transform:
+            reason = _TRANSFORM
+        else:
+            return False
+        computed = _owner(operands[1], inputs)[0] is None and not in_transform
+        torch.ops.octavo._left_alone(region.text, reason, values[1].dtype, computed, _compute_type(values[0]))
+        return True
 
     def _replace_inside(self, node: Node, region: Region, inputs: dict[int, Node]) -> None:
         arguments = {**dict(enumerate(node.args)), **node.kwargs}
         leaves = {
-            place: _EXCLUDED if region.excludes_something and self._is_excluded(region, argument) else ""
+            place: region.excludes_something and self._is_excluded(region, argument)
             for place, argument in arguments.items()
             if isinstance(argument, Node) and id(_value_of(argument)) in inputs
         }
@@ -111,7 +119,7 @@ class _Pass:
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             given = {**dict(enumerate(args)), **kwargs}
-            owners = [(given[place], left_alone) for place, left_alone in leaves.items()]
+            owners = [(given[place], excluded) for place, excluded in leaves.items()]
             linear = functools.partial(_linear_of, owners, region.text)
             return _opaque_calls.with_linear(function, linear)(*args, **kwargs)
 
@@ -129,15 +137,39 @@ class _Pass:
         return excluded
 
 
+def _name_of(node: Node) -> str:
+    return getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+
+
+def _operands_of(node: Node) -> list[Any]:
+    """Input, weight and bias of a linear."""
+    names = ("input", "weight", "bias")
+    return [dict(zip(names, node.args, strict=False), **node.kwargs).get(name) for name in names]
+
+
+def _replace(graph: GraphModule, node: Node, operands: list[Any], region: Region, inputs: dict[int, Node]) -> None:
+    leaf, part = _owner(operands[1], inputs)
+    with graph.graph.inserting_before(node):
+        made = graph.graph.call_function(torch.ops.octavo._linear.default, (*operands, region.text, leaf, part))
+    made.meta = node.meta
+    node.replace_all_uses_with(made)
+    graph.graph.erase_node(node)
+
+
+def _compute_type(x: torch.Tensor) -> torch.dtype:
+    device = x.device.type
+    autocast = torch.is_autocast_enabled(device) and x.is_floating_point()
+    return torch.get_autocast_dtype(device) if autocast else x.dtype
+
+
 def _linear_of(owners: list[Any], region: str, input: Any, weight: Any, bias: Any = None) -> Any:
     """A linear inside a call whose arguments are known to be inputs of the graph."""
     base = weight._base if weight._is_view() else None
-    for owner, left_alone in owners:
-        if owner is weight:
-            return torch.ops.octavo._linear(input, weight, bias, region, left_alone, owner, [])
-        if owner is base:
-            return torch.ops.octavo._linear(input, weight, bias, region, left_alone, owner, _place_of(weight))
-    return torch.ops.octavo._linear(input, weight, bias, region, "", None, [])
+    for owner, excluded in owners:
+        if owner is weight or owner is base:
+            place = [] if owner is weight else _place_of(weight)
+            return torch.ops.octavo._linear(input, weight, bias, OUTSIDE.text if excluded else region, owner, place)
+    return torch.ops.octavo._linear(input, weight, bias, region, None, [])
 
 
 def _place_of(part: torch.Tensor) -> list[int]:
