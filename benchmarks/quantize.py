@@ -84,7 +84,7 @@ def enqueue(form: Form, x: torch.Tensor, slot: Slot) -> Callable[[int], None]:
     copies, fp8 = ROW * form.row + COL * form.col, torch.float8_e4m3fn
     second = copies if form.pair else 0
     policy = slot.dynamic if form.dynamic else slot.delayed
-    place = (-1, 0, 0, False, True) if form.dynamic else (*slot.place, True, True)
+    place = (-1, 0, 0, False, True, False) if form.dynamic else (*slot.place, True, True, False)
     types = (fp8, fp8, x.dtype)
 
     def call(x_copies: int, w_copies: int, records: bool, place: tuple[object, ...], policy: int) -> list[torch.Tensor]:

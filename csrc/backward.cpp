@@ -39,6 +39,7 @@ ops::BackwardResult Backward::run() const {
                                    .dw_fast = is_fast(products.wgrad),
                                    .db_type = db_type,
                                    .seeded = seeded,
+                                   .likely = likely,
                                    .records = records});
   } else if (records) {
     ops::record(tape, recipe.policy.id);

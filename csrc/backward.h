@@ -23,6 +23,7 @@ struct Backward {
   // Of the gradients; none where one is not wanted.
   std::optional<at::ScalarType> dx_type, dw_type, db_type;
   bool seeded;   // g's step is known to be on the tape
+  bool likely;   // it is nearly always
   bool records;  // there is a slot to record in
 
   ops::BackwardResult run() const;

@@ -6,6 +6,7 @@
 
 #include <tuple>
 
+#include "arena.h"
 #include "ops/find.h"
 #include "report.h"
 
@@ -84,22 +85,25 @@ ForwardResult forward(const Tensor& x, const Tensor& w, const OptionalTensor& bi
 }
 
 BackwardResult backward(const Tensor& g, const Tensor& tape, const OptionalTensor& x, const OptionalTensor& w,
-                        const OptionalTensor& w_col, std::string_view recipe_text, int64_t k, ScalarType compute,
-                        OptionalType dx_type, OptionalType dw_type, OptionalType db_type) {
+                        const OptionalTensor& w_col, std::string_view recipe_text, bool may_have_state, int64_t k,
+                        ScalarType compute, OptionalType dx_type, OptionalType dw_type, OptionalType db_type) {
   const auto own_tape = something(tape);
+  const auto& recipe = recipe_by_text(recipe_text);
+  const bool has_state = may_have_state && recipe.policy.kind != ScalingKind::kDynamic;
   const auto result = Backward{.g = g,
                                .tape = own_tape,
                                .x = or_undefined(x),
                                .w = or_undefined(w),
                                .w_col = or_undefined(w_col),
                                .scope_w = {},
-                               .recipe = recipe_by_text(recipe_text),
+                               .recipe = recipe,
                                .k = k,
                                .compute = compute,
                                .dx_type = dx_type,
                                .dw_type = dw_type,
                                .db_type = db_type,
                                .seeded = false,
+                               .likely = has_state && Arena::of(g.device()).is_capturing(),
                                .records = own_tape.defined()}
                           .run();
   return {or_nothing(result.dx, g), or_nothing(result.dw, g), or_nothing(result.db, g)};
@@ -128,7 +132,7 @@ ForwardResult forward_meta(const Tensor& x, const Tensor& w, const OptionalTenso
 }
 
 BackwardResult backward_meta(const Tensor& g, const Tensor&, const OptionalTensor&, const OptionalTensor&,
-                             const OptionalTensor&, std::string_view, SymInt k, ScalarType, OptionalType dx_type,
+                             const OptionalTensor&, std::string_view, bool, SymInt k, ScalarType, OptionalType dx_type,
                              OptionalType dw_type, OptionalType db_type) {
   const auto n = g.sym_size(-1);
   auto dx_sizes = g.sym_sizes().vec();
@@ -148,6 +152,7 @@ std::pair<Tensor, Saved> traced_forward(const Forward& call, const TracedWeight&
   auto [y, x_col, w_col, tape] = op.call(call.x, call.w, call.bias, weight.leaf, weight.slice, text_of(call.recipe),
                                          call.compute, call.needs_dx, call.needs_dw, call.trains(), tape_words(call));
   Saved saved;
+  saved.likely = weight.leaf.has_value();
   saved.tape = tape;
   saved.w_col = something(w_col);
   if (call.needs_dw) saved.x = call.keeps_x_col() ? x_col : call.x.to(call.compute);
@@ -155,13 +160,14 @@ std::pair<Tensor, Saved> traced_forward(const Forward& call, const TracedWeight&
 }
 
 ops::BackwardResult traced_backward(const Backward& call) {
-  static const auto op = ops::find<BackwardResult(
-      const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-      std::string_view, SymInt, ScalarType, OptionalType, OptionalType, OptionalType)>("octavo::_compiled_backward");
+  static const auto op =
+      ops::find<BackwardResult(const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&,
+                               const OptionalTensor&, std::string_view, bool, SymInt, ScalarType, OptionalType,
+                               OptionalType, OptionalType)>("octavo::_compiled_backward");
   auto [dx, dw, db] =
       op.call(call.g, call.tape, call.dw_type ? if_defined(call.x) : std::nullopt,
               call.dx_type && !call.w_col.defined() ? if_defined(call.w) : std::nullopt, if_defined(call.w_col),
-              text_of(call.recipe), call.k, call.compute, call.dx_type, call.dw_type, call.db_type);
+              text_of(call.recipe), call.likely, call.k, call.compute, call.dx_type, call.dw_type, call.db_type);
   return {call.dx_type ? dx : Tensor(), call.dw_type ? dw : Tensor(), call.db_type ? db : Tensor()};
 }
 

@@ -94,6 +94,7 @@ Tensor quantized(const Forward& f, bool forward, bool x_col, bool w_step, const 
                         .x_keep = ops::copies(false, x_col),
                         .w_keep = ops::copies(false, w_step && recipe.keep_fp8_weights, w_step)};
   saved.seeded = slot.use.seeded;
+  saved.likely = slot.use.likely;
   saved.records = records;
   if (f.part) {
     auto result = ops::linear_forward(call);

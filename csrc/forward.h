@@ -22,6 +22,7 @@ struct Saved {
   at::Tensor w_col;      // w's transposed copy, if that is kept
   ops::Made scope_w;     // the same of a scope of unchanged weights, with the tape that has its step
   bool seeded = false;   // g's step is on the tape
+  bool likely = false;   // it is nearly always
   bool records = false;  // there is a slot to record in
   std::shared_ptr<InputHistory> inputs;  // where a record of x is noted, under its number
   uint64_t input = 0;

@@ -51,6 +51,7 @@ class Fp8LinearBackward final : public torch::autograd::Node {
         recipe_(call.recipe),
         // A recomputed tape, or one that hooks bring back, need not have the step that was known at forward.
         seeded_(saved.seeded && !tape_.has_hooks()),
+        likely_(saved.likely),
         records_(saved.records),
         traced_(traced),
         scope_w_(call.needs_dx ? saved.scope_w : ops::Made()),
@@ -115,6 +116,7 @@ class Fp8LinearBackward final : public torch::autograd::Node {
                         .dw_type = wanted(dw, w_dtype_),
                         .db_type = wanted(db, bias_dtype_),
                         .seeded = seeded_,
+                        .likely = likely_,
                         .records = records_};
     auto result = traced_ ? traced_backward(call) : call.run();
     note.done();
@@ -143,6 +145,7 @@ class Fp8LinearBackward final : public torch::autograd::Node {
   const c10::SymInt k_;
   const LinearRecipe recipe_;
   const bool seeded_;
+  const bool likely_;
   const bool records_;
   const bool traced_;
   // Held as they are: a recomputation need not be in the scope, and must save as many tensors.

@@ -76,6 +76,8 @@ struct Tape {
   struct alignas(16) Operand {  // cuBLASLt wants the scales so aligned
     float scale;                // what the bytes were made with; g's is 0 where it has no history
     int32_t peaks;              // how many of them follow; none of g
+    uint32_t blocks;            // a GPU's: 0 between kernels, as is
+    Peak amax;                  // this
   } operand[kOperands];
   int32_t slot;
   int32_t generation;

@@ -57,8 +57,9 @@ struct LinearState {
   ops::SlotUse use(const ScalingPolicy& policy, const Arena::Place& place) {
     ops::SlotUse slot{handle.slot, handle.generation, ring_of(policy.history_len)};
     slot.alone = arena->note_stream(place);
-    slot.seeded = slot.alone && only_policy == policy.id && arena->is_seeded(handle.slot, version) &&
-                  !place.capture;  // a replay may come after the slot was emptied
+    const bool has_history = only_policy == policy.id && arena->is_seeded(handle.slot, version);
+    slot.seeded = has_history && slot.alone && !place.capture;
+    slot.likely = has_history && place.capture;  // a replay may come after the slot was emptied
     return slot;
   }
   void empty(uint64_t history) {

@@ -60,6 +60,8 @@ enum class StepSource : int32_t {
   kGiven,    // *given, as it stands; one that is not finite and positive makes every byte 0x7f
   kHistory,  // *given, unless that is 0, the history being empty: then the policy's formula on `measured`
   kSlot,     // the slot of the forward, whose tape is begun by the way; NaN where that has no step
+  kTape,  // own->scale, unless that is 0, the history being empty: then the blocks find the amax and the last of them
+          // casts all of it. For histories that are nearly always there: right without one, but slow
 };
 
 // One pass over x [rows, cols]: the row-major copy, the transposed copy, or both; zero bytes beyond the matrix up to
@@ -72,7 +74,8 @@ struct Quantize {
   Operand operand = kX;
   StepSource source = StepSource::kGiven;
   const float* given = nullptr;
-  float* used = nullptr;           // where the step goes, or null; may be `given`
+  Tape::Operand* own = nullptr;    // kTape's
+  float* used = nullptr;           // where the step goes, or null; may be `given`, or own->scale
   const Peak* measured = nullptr;  // kHistory: what measure_amax left, and how many
   int32_t measured_count = 0;
   int64_t padded_rows = 0;

@@ -30,16 +30,82 @@ __device__ inline void dispatch_format(Fp8 format, Body&& body) {
 template <typename T>
 constexpr int kTilesAtOnce = sizeof(T) == 4 ? 2 : 4;
 
+// Where a tile lies.
+__device__ inline Corner corner_of(const QuantizeArgs& p, uint32_t number) {
+  const uint32_t place = p.backwards ? p.tiles - 1 - number : number;
+  return {static_cast<int64_t>(place / p.tiles_across) * kTile, static_cast<int64_t>(place % p.tiles_across) * kTile};
+}
+
+// `plain`: the tile is in `bytes`, else in s.tile.
+template <bool kSums>
+__device__ inline void store_tile(const QuantizeArgs& p, uint32_t number, Corner tile, bool plain, ByteBlock& bytes,
+                                  Seen seen, QuantizeShared<kSums>& s) {
+  if (!plain) collect_block(s.tile, bytes);
+  if (p.row != nullptr) store_rows(p, tile, bytes);
+  if (p.col != nullptr) store_transposed_block(s.tile, bytes);
+  if (p.peaks != nullptr) {
+    const uint32_t amax_bits = __reduce_max_sync(0xffffffffu, seen.bits);
+    if (threadIdx.x % kWarp == 0) atomicMax(&s.amax_bits, amax_bits);
+    if (seen.nonfinite) s.nonfinite = 1;
+  }
+  __syncthreads();
+  if (p.col != nullptr) store_columns(p, tile, s.tile);
+  if constexpr (kSums) {
+    if (p.column_sums != nullptr) store_column_sum(p, tile, s.sums);
+  }
+  if (p.peaks != nullptr && threadIdx.x == 0) p.peaks[number] = s.amax_bits | (s.nonfinite != 0 ? kNonFinite : 0);
+}
+
+// What a block does for kTape without a history: it adds its tile to the amax; the last one then has the step, and
+// casts every tile. The counters on the tape are 0 again afterwards, for whoever is launched next.
 template <typename T, bool kSums>
+__device__ __noinline__ void cast_without_history(const QuantizeArgs& p, const ScalingPolicy& policy, Corner own_tile,
+                                                  QuantizeShared<kSums>& s) {
+  const int64_t col = own_tile.col + threadIdx.x % kTile;
+  Seen seen;
+  for (int64_t row = own_tile.row + threadIdx.x / kTile; row < own_tile.row + kTile; row += kThreads / kTile) {
+    const T* x = static_cast<const T*>(p.x) + row * p.row_stride + col * p.col_stride;
+    if (row < p.rows && col < p.cols) seen.meet(Element<T>::to_float(*x));
+  }
+  const uint32_t amax_bits = __reduce_max_sync(0xffffffffu, seen.bits);
+  if (threadIdx.x % kWarp == 0) atomicMax(&s.amax_bits, amax_bits);
+  __syncthreads();
+  __shared__ bool is_last;
+  if (threadIdx.x == 0) {
+    atomicMax(&p.own->amax, s.amax_bits);
+    __threadfence();
+    is_last = atomicAdd(&p.own->blocks, 1) == p.tiles - 1;
+    __threadfence();
+  }
+  __syncthreads();
+  if (!is_last) return;
+  if (threadIdx.x == 0) {
+    const float amax = __uint_as_float(atomicExch(&p.own->amax, 0));
+    p.own->blocks = 0;
+    s.step = step_from_amax(amax, policy, p.operand);
+    s.inv_scale = __fdiv_rn(1.0f, s.step);
+    if (p.used != nullptr) *p.used = s.step;
+  }
+  for (uint32_t number = 0; number < p.tiles; ++number) {
+    __syncthreads();
+    if (threadIdx.x == 0) s.amax_bits = 0, s.nonfinite = 0;
+    __syncthreads();
+    const Corner tile = corner_of(p, number);
+    ByteBlock bytes;
+    dispatch_format(p.format, [&]<Fp8 kFormat>() { seen = cast_elements<T, kFormat, kSums>(p, tile, s); });
+    store_tile(p, number, tile, /*plain=*/false, bytes, seen, s);
+  }
+}
+
+// kMayMeasure: one of the operands takes its step from the tape, and may have none.
+template <typename T, bool kSums, bool kMayMeasure>
 __global__ void __launch_bounds__(kThreads, kTilesAtOnce<T>)
     quantize_kernel(const __grid_constant__ QuantizeLaunch launch) {
   __shared__ QuantizeShared<kSums> s;
   const bool is_second = blockIdx.x >= launch.args[0].tiles;
   const QuantizeArgs p = is_second ? launch.args[1] : launch.args[0];  // 5% faster than an index
   const uint32_t number = blockIdx.x - (is_second ? launch.args[0].tiles : 0);
-  const uint32_t place = p.backwards ? p.tiles - 1 - number : number;
-  const Corner tile = {static_cast<int64_t>(place / p.tiles_across) * kTile,
-                       static_cast<int64_t>(place % p.tiles_across) * kTile};
+  const Corner tile = corner_of(p, number);
 
   Vector<T, kBlock> x[kBlock];
   const int64_t row = tile.row + block_row(), col = tile.col + block_col();
@@ -57,6 +123,12 @@ __global__ void __launch_bounds__(kThreads, kTilesAtOnce<T>)
   // One Inf or NaN in a tile sends the whole tile the slow way, and so does a step whose reciprocal is no number.
   const bool plain = !__syncthreads_or(!p.aligned || !Element<T>::is_finite(peak)) && is_valid_step(s.step) &&
                      is_valid_step(s.inv_scale);
+  if constexpr (kMayMeasure) {
+    if (p.source == StepSource::kTape && s.step == 0.0f) {
+      cast_without_history<T, kSums>(launch.args[is_second], launch.policy, tile, s);  // no copy of p on the stack
+      return;
+    }
+  }
   ByteBlock bytes;
   Seen seen;
   dispatch_format(p.format, [&]<Fp8 kFormat>() {
@@ -67,20 +139,7 @@ __global__ void __launch_bounds__(kThreads, kTilesAtOnce<T>)
       seen = cast_elements<T, kFormat, kSums>(p, tile, s);
     }
   });
-  if (!plain) collect_block(s.tile, bytes);
-  if (p.row != nullptr) store_rows(p, tile, bytes);
-  if (p.col != nullptr) store_transposed_block(s.tile, bytes);
-  if (p.peaks != nullptr) {
-    const uint32_t amax_bits = __reduce_max_sync(0xffffffffu, seen.bits);
-    if (threadIdx.x % kWarp == 0) atomicMax(&s.amax_bits, amax_bits);
-    if (seen.nonfinite) s.nonfinite = 1;
-  }
-  __syncthreads();
-  if (p.col != nullptr) store_columns(p, tile, s.tile);
-  if constexpr (kSums) {
-    if (p.column_sums != nullptr) store_column_sum(p, tile, s.sums);
-  }
-  if (p.peaks != nullptr && threadIdx.x == 0) p.peaks[number] = s.amax_bits | (s.nonfinite != 0 ? kNonFinite : 0);
+  store_tile(p, number, tile, plain, bytes, seen, s);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -117,6 +176,7 @@ QuantizeArgs arguments(const Quantize& given) {
           .col = q.col,
           .column_sums = q.column_sums,
           .given = q.given,
+          .own = q.own,
           .used = q.used,
           .measured = q.measured,
           .peaks = q.peaks,
@@ -135,9 +195,15 @@ QuantizeArgs arguments(const Quantize& given) {
 void launch_on(const QuantizeLaunch& launch, DType dtype, cudaStream_t stream) {
   const uint32_t tiles = launch.args[0].tiles + launch.args[1].tiles;
   if (tiles == 0) return;
+  const auto any = [&](auto&& predicate) { return predicate(launch.args[0]) || predicate(launch.args[1]); };
+  const bool sums = any([](const QuantizeArgs& p) { return p.column_sums != nullptr; });
+  const bool may_measure = any([](const QuantizeArgs& p) { return p.tiles != 0 && p.source == StepSource::kTape; });
   dispatch(dtype, [&]<typename T>() {
-    dispatch(launch.args[0].column_sums != nullptr || launch.args[1].column_sums != nullptr,
-             [&]<bool kSums>() { quantize_kernel<T, kSums><<<tiles, kThreads, 0, stream>>>(launch); });
+    dispatch(sums, [&]<bool kSums>() {
+      dispatch(may_measure, [&]<bool kMayMeasure>() {
+        quantize_kernel<T, kSums, kMayMeasure><<<tiles, kThreads, 0, stream>>>(launch);
+      });
+    });
   });
   OCTAVO_CHECK(cudaGetLastError());
 }

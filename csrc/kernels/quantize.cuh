@@ -29,6 +29,7 @@ struct QuantizeArgs {
   uint8_t* col;
   float* column_sums;
   const float* given;
+  Tape::Operand* own;
   float* used;
   const Peak* measured;
   Peak* peaks;
@@ -87,13 +88,15 @@ __device__ inline void prepare(const QuantizeLaunch& launch, const QuantizeArgs&
     step = step_of_slot(launch.forward, p.operand);
     if (step == 0.0f) step = __uint_as_float(0x7fffffffu);
   } else {
-    step = __shfl_sync(0xffffffffu, *p.given, 0);  // one reading of it for the warp
+    // One reading of it for the warp.
+    step = __shfl_sync(0xffffffffu, p.source == StepSource::kTape ? p.own->scale : *p.given, 0);
     if (p.source == StepSource::kHistory && step == 0.0f) {
       step = step_from_amax(largest_peak(p.measured, p.measured_count), launch.policy, p.operand);
     }
   }
   if (threadIdx.x != 0) return;
-  if (is_first_tile && p.used != nullptr) *p.used = step;
+  const bool is_known = p.source != StepSource::kTape || step != 0.0f;
+  if (is_first_tile && p.used != nullptr && is_known) *p.used = step;
   s.step = step;
   s.inv_scale = __fdiv_rn(1.0f, step);
   s.amax_bits = 0;

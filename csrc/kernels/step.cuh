@@ -97,6 +97,7 @@ __device__ inline void write_tape(const Forward& forward) {
   tape.ring = forward.ring;
   tape.operand[kX].peaks = forward.x_peaks;
   tape.operand[kW].peaks = forward.w_peaks;
+  for (Tape::Operand& operand : tape.operand) operand.blocks = 0, operand.amax = 0;
 }
 
 // The amax of many peaks, for the calling warp. `peaks` may be unaligned.

@@ -197,7 +197,7 @@ const Peak* peaks_of(const Tape& tape, Operand operand) {
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> linear_forward(
     const Tensor& x, const Tensor& w, const OptionalTensor& bias, int64_t slot, int64_t generation, int64_t ring, bool,
-    bool, int64_t policy_id, at::ScalarType x_type, at::ScalarType w_type, at::ScalarType y_type, bool wants_y,
+    bool, bool, int64_t policy_id, at::ScalarType x_type, at::ScalarType w_type, at::ScalarType y_type, bool wants_y,
     bool fast, bool records, int64_t x_keep, int64_t w_keep, const OptionalTensor& given_x,
     const OptionalTensor& x_tape, const OptionalTensor& given_w, const OptionalTensor& w_tape) {
   const auto& policy = policy_by_id(policy_id);
@@ -244,13 +244,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> linear_forward(
           words};
 }
 
-std::tuple<Tensor, Tensor, Tensor> linear_backward(const Tensor& g, const Tensor& words, const OptionalTensor& w,
-                                                   const OptionalTensor& given_w_col, const OptionalTensor& x_col,
-                                                   const OptionalTensor& w_tape, int64_t policy_id,
-                                                   at::ScalarType g_type, at::ScalarType w_type,
-                                                   at::IntArrayRef dx_sizes, at::ScalarType dx_type,
-                                                   at::ScalarType dw_type, bool dx_fast, bool dw_fast,
-                                                   std::optional<at::ScalarType> db_type, bool seeded, bool records) {
+std::tuple<Tensor, Tensor, Tensor> linear_backward(
+    const Tensor& g, const Tensor& words, const OptionalTensor& w, const OptionalTensor& given_w_col,
+    const OptionalTensor& x_col, const OptionalTensor& w_tape, int64_t policy_id, at::ScalarType g_type,
+    at::ScalarType w_type, at::IntArrayRef dx_sizes, at::ScalarType dx_type, at::ScalarType dw_type, bool dx_fast,
+    bool dw_fast, std::optional<at::ScalarType> db_type, bool seeded, bool, bool records) {
   const auto& policy = policy_by_id(policy_id);
   const auto& tape = tape_of(words);
   TORCH_INTERNAL_ASSERT(!seeded || tape.operand[kG].scale != 0, "a step that was known is not on the tape");

@@ -107,13 +107,20 @@ kernels::Measure measure_before(kernels::Quantize& q, const float* known, Peak* 
   return measure;
 }
 
+// Without an amax pass, where the step on the tape may be missing, but hardly ever is.
+void take_from_tape(kernels::Quantize& q, const Tensor& tape) {
+  q.own = &static_cast<Tape*>(tape.mutable_data_ptr())->operand[q.operand];
+  q.source = kernels::StepSource::kTape;
+}
+
 }  // namespace
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> linear_forward(
     const Tensor& x, const Tensor& w, const OptionalTensor& bias, int64_t slot, int64_t generation, int64_t ring,
-    bool seeded, bool alone, int64_t policy_id, at::ScalarType x_type, at::ScalarType w_type, at::ScalarType y_type,
-    bool wants_y, bool fast, bool records, int64_t x_keep, int64_t w_keep, const OptionalTensor& x_row,
-    const OptionalTensor& given_x_tape, const OptionalTensor& w_row, const OptionalTensor& given_w_tape) {
+    bool seeded, bool alone, bool likely, int64_t policy_id, at::ScalarType x_type, at::ScalarType w_type,
+    at::ScalarType y_type, bool wants_y, bool fast, bool records, int64_t x_keep, int64_t w_keep,
+    const OptionalTensor& x_row, const OptionalTensor& given_x_tape, const OptionalTensor& w_row,
+    const OptionalTensor& given_w_tape) {
   const c10::cuda::CUDAGuard guard(x.device());
   const auto stream = stream_of(x);
   const auto& policy = policy_by_id(policy_id);
@@ -130,7 +137,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> linear_forward(
   Slab slab;
   const Copies use = wants_y ? kRow : kNoCopies;
   for (int i = 0; i < count; ++i) jobs[i]->plan(jobs[i] == &x_job ? x_keep : w_keep, use, slab);
-  const int64_t measured = seeded ? 0 : slab.add(count * kPeaksBytes);
+  const bool measures = !seeded && !likely;  // in a pass of its own
+  const int64_t measured = measures ? slab.add(count * kPeaksBytes) : 0;
   slab.allocate(x.device());
 
   kernels::Forward forward;
@@ -148,20 +156,23 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> linear_forward(
   forward.tape = reinterpret_cast<Tape*>(tape.mutable_data_ptr());
 
   std::array<kernels::Quantize, 2> quantizations;
-  std::array<kernels::Measure, 2> measures;
+  std::array<kernels::Measure, 2> measurements;
   for (int i = 0; i < count; ++i) {
     auto& q = jobs[i]->q;
     jobs[i]->place(slab);
     q.given = q.used = float_at(tape, tape_word(q.operand));
     q.source = kernels::StepSource::kSlot;
-    auto* const room = seeded ? nullptr : reinterpret_cast<Peak*>(slab.at(measured + i * kPeaksBytes));
     // With steps that another stream may move, the blocks have to see one reading of them: the tape's.
-    if (!seeded) measures[i] = measure_before(q, alone ? nullptr : q.given, room);
+    if (measures) {
+      auto* const room = reinterpret_cast<Peak*>(slab.at(measured + i * kPeaksBytes));
+      measurements[i] = measure_before(q, alone ? nullptr : q.given, room);
+    }
+    if (likely) take_from_tape(q, tape);
     if (records) q.peaks = peaks_at(tape, kTapeWords + (q.operand == kW ? forward.x_peaks : 0));
     quantizations[i] = q;
   }
-  if (count == 0 || (!seeded && !alone)) kernels::begin_tape(forward, stream);
-  if (count && !seeded) kernels::measure_amax(measures.data(), count, alone ? &forward : nullptr, stream);
+  if (count == 0 || likely || (measures && !alone)) kernels::begin_tape(forward, stream);
+  if (count && measures) kernels::measure_amax(measurements.data(), count, alone ? &forward : nullptr, stream);
   if (count) kernels::quantize(quantizations.data(), count, policy, &forward, stream);
 
   Tensor y;
@@ -184,13 +195,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> linear_forward(
   return {y, x_job.row, x_job.col, w_job.row, w_job.col, tape};
 }
 
-std::tuple<Tensor, Tensor, Tensor> linear_backward(const Tensor& g, const Tensor& given_tape, const OptionalTensor& w,
-                                                   const OptionalTensor& w_col, const OptionalTensor& x_col,
-                                                   const OptionalTensor& given_w_tape, int64_t policy_id,
-                                                   at::ScalarType g_type, at::ScalarType w_type,
-                                                   at::IntArrayRef dx_sizes, at::ScalarType dx_type,
-                                                   at::ScalarType dw_type, bool dx_fast, bool dw_fast,
-                                                   std::optional<at::ScalarType> db_type, bool seeded, bool records) {
+std::tuple<Tensor, Tensor, Tensor> linear_backward(
+    const Tensor& g, const Tensor& given_tape, const OptionalTensor& w, const OptionalTensor& w_col,
+    const OptionalTensor& x_col, const OptionalTensor& given_w_tape, int64_t policy_id, at::ScalarType g_type,
+    at::ScalarType w_type, at::IntArrayRef dx_sizes, at::ScalarType dx_type, at::ScalarType dw_type, bool dx_fast,
+    bool dw_fast, std::optional<at::ScalarType> db_type, bool seeded, bool likely, bool records) {
   const c10::cuda::CUDAGuard guard(g.device());
   const auto stream = stream_of(g);
   const auto device = g.device();
@@ -206,7 +215,7 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward(const Tensor& g, const Tensor
   const int64_t rows = g_job.q.x.rows, cols = g_job.q.x.cols, k = dx_sizes.back();
   const int32_t tiles = records ? kernels::tiles_of(g_job.q) : 0;
   const int64_t step = slab.add(sizeof(float)), peaks = slab.add(tiles * sizeof(Peak)),
-                measured = seeded ? 0 : slab.add(kPeaksBytes);
+                measured = seeded || likely ? 0 : slab.add(kPeaksBytes);
   const int64_t sum_tiles = (rows + kernels::Quantize::kSumRows - 1) / kernels::Quantize::kSumRows;
   const int64_t partial = db_type ? slab.add(sum_tiles * cols * sizeof(float)) : 0;
   slab.allocate(device);
@@ -232,7 +241,8 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward(const Tensor& g, const Tensor
     end.sums = db.mutable_data_ptr();
     end.sums_dtype = dtype_of(*db_type);
   }
-  if (!seeded) {
+  if (!seeded && likely) take_from_tape(q, tape);
+  if (!seeded && !likely) {
     const auto measure = measure_before(q, q.given, reinterpret_cast<Peak*>(slab.at(measured)));
     kernels::measure_amax(&measure, 1, nullptr, stream);
   }

@@ -16,16 +16,17 @@ OptionalTensor if_defined(const Tensor& tensor) { return tensor.defined() ? Opti
 ForwardResult linear_forward(const ForwardCall& call) {
   using Returned = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
   static const auto op =
-      find<Returned(const Tensor&, const Tensor&, const OptionalTensor&, int64_t, int64_t, int64_t, bool, bool, int64_t,
-                    at::ScalarType, at::ScalarType, at::ScalarType, bool, bool, bool, int64_t, int64_t,
+      find<Returned(const Tensor&, const Tensor&, const OptionalTensor&, int64_t, int64_t, int64_t, bool, bool, bool,
+                    int64_t, at::ScalarType, at::ScalarType, at::ScalarType, bool, bool, bool, int64_t, int64_t,
                     const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&)>(
           "octavo::_linear_forward");
   const Made none;
   const Made &x = call.x_made ? *call.x_made : none, &w = call.w_made ? *call.w_made : none;
-  auto [y, x_row, x_col, w_row, w_col, tape] = op.call(
-      call.x, call.w, call.bias, call.slot.slot, call.slot.generation, call.slot.ring, call.slot.seeded,
-      call.slot.alone, call.policy, call.x_type, call.w_type, call.y_type, call.wants_y, call.fast, call.records,
-      call.x_keep, call.w_keep, if_defined(x.row), if_defined(x.tape), if_defined(w.row), if_defined(w.tape));
+  auto [y, x_row, x_col, w_row, w_col, tape] =
+      op.call(call.x, call.w, call.bias, call.slot.slot, call.slot.generation, call.slot.ring, call.slot.seeded,
+              call.slot.alone, call.slot.likely, call.policy, call.x_type, call.w_type, call.y_type, call.wants_y,
+              call.fast, call.records, call.x_keep, call.w_keep, if_defined(x.row), if_defined(x.tape),
+              if_defined(w.row), if_defined(w.tape));
   return {std::move(y),
           {std::move(x_row), std::move(x_col), {}},
           {std::move(w_row), std::move(w_col), {}},
@@ -37,11 +38,12 @@ BackwardResult linear_backward(const BackwardCall& call) {
   static const auto op =
       find<Returned(const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
                     const OptionalTensor&, int64_t, at::ScalarType, at::ScalarType, at::IntArrayRef, at::ScalarType,
-                    at::ScalarType, bool, bool, std::optional<at::ScalarType>, bool, bool)>("octavo::_linear_backward");
+                    at::ScalarType, bool, bool, std::optional<at::ScalarType>, bool, bool, bool)>(
+          "octavo::_linear_backward");
   auto [dx, dw, db] =
       op.call(call.g, call.tape, if_defined(call.w), if_defined(call.w_col), if_defined(call.x_col),
               if_defined(call.w_tape), call.policy, call.g_type, call.w_type, call.dx_sizes, call.dx_type, call.dw_type,
-              call.dx_fast, call.dw_fast, call.db_type, call.seeded, call.records);
+              call.dx_fast, call.dw_fast, call.db_type, call.seeded, call.likely, call.records);
   return {std::move(dx), std::move(dw), std::move(db)};
 }
 

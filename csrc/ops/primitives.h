@@ -26,6 +26,7 @@ struct SlotUse {
   int32_t ring = 0;
   bool seeded = false;  // all three operands have a history, and keep it until the op is through
   bool alone = true;    // no other stream moves the slot meanwhile
+  bool likely = false;  // they have one now, and a graph is captured: its replays will nearly always find one
 };
 
 // FP8 copies of an operand, as one linear hands them to another: the tape has their step and their peaks.
@@ -75,6 +76,7 @@ struct BackwardCall {
   bool dw_fast;
   std::optional<at::ScalarType> db_type;
   bool seeded;  // g's step is known to be on the tape
+  bool likely;  // g's step is nearly always there
   bool records;
 };
 struct BackwardResult {

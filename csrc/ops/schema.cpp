@@ -27,9 +27,10 @@ TORCH_LIBRARY(octavo, m) {
   // zero-padded to multiples of 16. Each operand is quantised with the step that the slot holds under this policy, or,
   // where it has no history (slot < 0: never), by its own amax; unless copies made before are given, with the tape that
   // has their step and peaks. records: a backward will want the amaxes. The tape has the steps, and, with records, the
-  // peaks of both. seeded and alone: as in ops::SlotUse.
+  // peaks of both. seeded, alone and likely: as in ops::SlotUse.
   m.def(
       "_linear_forward(Tensor x, Tensor w, Tensor? bias, int slot, int generation, int ring, bool seeded, bool alone, "
+      "bool likely, "
       "int policy, ScalarType x_type, ScalarType w_type, ScalarType y_type, bool wants_y, bool fast_accumulation, bool "
       "records, "
       "int x_keep, int w_keep, Tensor? x_row, Tensor? x_tape, Tensor? w_row, Tensor? w_tape) -> "
@@ -37,11 +38,12 @@ TORCH_LIBRARY(octavo, m) {
   // g[..., N] quantised once, with the step that forward's tape holds for it, else by its own amax. dx = g w if w
   // (which is quantised again, with forward's step) or its transposed copy is given; dw = g^T x if x's transposed copy
   // is; db: g's column sums. w_tape: that has w_col's step, if not `tape`. records: pending = max(pending, amax) for x,
-  // w and g. seeded: g's step is known to be on the tape.
+  // w and g. seeded: g's step is known to be on the tape; likely: it is nearly always there.
   m.def(
       "_linear_backward(Tensor g, Tensor tape, Tensor? w, Tensor? w_col, Tensor? x_col, Tensor? w_tape, int policy, "
       "ScalarType g_type, ScalarType w_type, int[] dx_sizes, ScalarType dx_type, ScalarType dw_type, "
-      "bool dx_fast, bool dw_fast, ScalarType? db_type, bool seeded, bool records) -> (Tensor dx, Tensor dw, Tensor "
+      "bool dx_fast, bool dw_fast, ScalarType? db_type, bool seeded, bool likely, bool records) -> (Tensor dx, Tensor "
+      "dw, Tensor "
       "db)");
   // That record alone, of x and w.
   m.def("_record(Tensor tape, int policy) -> ()");
@@ -56,10 +58,12 @@ TORCH_LIBRARY(octavo, m) {
       "_compiled_forward(Tensor x, Tensor w, Tensor? bias, Tensor? leaf, SymInt[] slice, str recipe, ScalarType "
       "compute, bool needs_dx, bool needs_dw, bool trains, SymInt tape_words) -> "
       "(Tensor y, Tensor x_col, Tensor w_col, Tensor tape)");
-  // k: of x [..., K]. A gradient whose type is None is not wanted.
+  // has_state: the weight may have one. k: of x [..., K]. A gradient whose type is None is not wanted.
   m.def(
-      "_compiled_backward(Tensor g, Tensor tape, Tensor? x, Tensor? w, Tensor? w_col, str recipe, SymInt k, ScalarType "
-      "compute, ScalarType? dx_type, ScalarType? dw_type, ScalarType? db_type) -> (Tensor dx, Tensor dw, Tensor db)");
+      "_compiled_backward(Tensor g, Tensor tape, Tensor? x, Tensor? w, Tensor? w_col, str recipe, bool has_state, "
+      "SymInt k, "
+      "ScalarType compute, ScalarType? dx_type, ScalarType? dw_type, ScalarType? db_type) -> (Tensor dx, Tensor dw, "
+      "Tensor db)");
   // Copies of any matrix, with a given step.
   m.def(
       "_quantize_padded(Tensor x, Tensor step, ScalarType type, int copies, ScalarType? sums, bool amax) -> "

@@ -31,7 +31,8 @@ TEST_F(State, AFreshTape) {
 TEST_F(State, ATapeThatTakesOver) {
   const int32_t x_peaks = 300, w_peaks = 2;
   Tape other = {};
-  other.operand[kX] = {.scale = 0.75f, .peaks = x_peaks};
+  other.operand[kX].scale = 0.75f;
+  other.operand[kX].peaks = x_peaks;
   std::vector<Peak> words(kTapeWords + x_peaks);
   std::memcpy(words.data(), &other, sizeof other);
   for (int32_t i = 0; i < x_peaks; ++i) words[kTapeWords + i] = 1000 + i;

@@ -83,5 +83,61 @@ TEST_F(State, AForwardUsesTheSlotOrTheTensor) {
   EXPECT_TRUE(std::isnan(quantized_from_slot(x, kWindow, kX, kGeneration + 1))) << "no step, no number";
 }
 
+// The step on a tape, or, where that is missing, the tensor's own without another launch: bytes, peaks, sums and step
+// as after an amax pass, and the tape ready for the next launch.
+TEST_F(State, ATapeWithoutAHistoryIsMeasuredByTheCast) {
+  struct Made {
+    std::vector<uint8_t> row, col;
+    std::vector<Peak> peaks;
+    std::vector<float> sums, step;
+    bool operator==(const Made&) const = default;
+  };
+  for (const DType dtype : {DType::kBF16, DType::kFP32})
+    for (const auto& [rows, cols] : {std::pair{1, 1}, {40, 48}, {300, 520}, {129, 1000}})
+      for (const auto& strides : all_strides())
+        for (const bool with_sums : {false, true})
+          for (const float scale : {0.0f, 0.125f}) {
+            const TestMatrix x(dtype, rows, cols, strides, Values(dtype, 9, false, 1u << 30));
+            Tape tape = {};
+            tape.operand[kG].scale = scale;
+            Buffer<Tape> on_device(std::vector<Tape>{tape});
+            Quantize q;
+            q.x = x.view();
+            q.operand = kG;
+            q.format = Fp8::kE5M2;
+            q.padded_rows = (rows + 15) / 16 * 16;
+            q.padded_cols = (cols + 15) / 16 * 16;
+            Measure measure{.x = x.view(), .operand = kG, .known = step_on(on_device.get(), kG)};
+            const auto run = [&](StepSource source) {
+              const size_t bytes = q.padded_rows * q.padded_cols;
+              Buffer<uint8_t> row(bytes), col(bytes);
+              Buffer<Peak> peaks(kernels::tiles_of(q)), measured(kernels::peaks_of(measure));
+              Buffer<float> sums((rows + Quantize::kSumRows - 1) / Quantize::kSumRows * cols), used(1);
+              q.row = row.get();
+              q.col = col.get();
+              q.peaks = peaks.get();
+              q.used = used.get();
+              q.column_sums = with_sums ? sums.get() : nullptr;
+              q.source = source;
+              q.given = measure.known;
+              q.own = &on_device.get()->operand[kG];
+              measure.peaks = measured.get();
+              q.measured = measured.get();
+              q.measured_count = static_cast<int32_t>(measured.size());
+              if (source == StepSource::kHistory) kernels::measure_amax(&measure, 1, nullptr, stream_);
+              kernels::quantize(&q, 1, kWindow, nullptr, stream_);
+              return Made{row.read(), col.read(), peaks.read(), sums.read(), used.read()};
+            };
+            const Made expected = run(StepSource::kHistory);
+            for (const int again : {0, 1}) {
+              const Made got = run(StepSource::kTape);
+              ASSERT_TRUE(got == expected) << rows << " x " << cols << ", " << strides.name << ", " << with_sums << ", "
+                                           << scale << ", " << again;
+            }
+            EXPECT_EQ(on_device.one().operand[kG].scale, scale);
+            EXPECT_EQ(on_device.one().operand[kG].blocks, 0u);
+          }
+}
+
 }  // namespace
 }  // namespace octavo::testing
