@@ -88,23 +88,25 @@ const SmallProducts* Region::small_on(c10::Device device) const {
 }
 
 std::string text_of(const Region& region) {
-  const auto& small = region.recipe->options().small;
-  auto text =
-      c10::str(text_of(static_cast<const LinearRecipe&>(region)), "; share_inputs=", region.share_inputs,
-               ", include_float32=", region.include_float32, ", on_fallback=", static_cast<int>(region.on_fallback),
-               ", small=", small, ", tables loaded: ", small_tables_loaded());
   auto& known = known_regions();
   std::lock_guard lock(known.mutex);
-  auto& entry = known.by_text[text];
+  const auto tables = small_tables_loaded();
+  if (!region.text.empty() && region.text_tables == tables) return region.text;
+  region.text_tables = tables;
+  region.text =
+      c10::str(text_of(static_cast<const LinearRecipe&>(region)), "; share_inputs=", region.share_inputs,
+               ", include_float32=", region.include_float32, ", on_fallback=", static_cast<int>(region.on_fallback),
+               ", small=", region.recipe->options().small, ", tables loaded: ", tables);
+  auto& entry = known.by_text[region.text];
   if (!entry) {
-    AutocastOptions options{.format = region.format,
-                            .include_float32 = region.include_float32,
-                            .share_inputs = region.share_inputs,
-                            .keep_fp8_weights = region.keep_fp8_weights,
-                            .on_fallback = region.on_fallback};
+    const AutocastOptions options{.format = region.format,
+                                  .include_float32 = region.include_float32,
+                                  .share_inputs = region.share_inputs,
+                                  .keep_fp8_weights = region.keep_fp8_weights,
+                                  .on_fallback = region.on_fallback};
     entry = std::make_shared<Region>(region.recipe, options);
   }
-  return text;
+  return region.text;
 }
 
 std::shared_ptr<const Region> region_by_text(std::string_view text) {

@@ -10,10 +10,12 @@
 #include "fp8_linear.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/util/ScopeExit.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/basic_ops.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/saved_variable.h>
+#include <torch/csrc/dynamo/compiled_autograd.h>
 
 #include "backward.h"
 #include "forward.h"
@@ -68,6 +70,32 @@ class Fp8LinearBackward final : public torch::autograd::Node {
     return again ? differentiable_once(std::move(result), grads[0]) : result;
   }
 
+  // Compiled autograd asks for what its graph depends on, in every backward, and makes the graph from `apply` in the
+  // first.
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
+    if (records_ && inputs_) inputs_->record(input_);  // here, since the graph's own record runs unseen
+    for (const auto* variable : {&w_, &w_col_, &x_, &tape_}) args.collect(*variable, false);
+    args.collect(text_of(recipe_));
+    args.collect(k_);
+    for (const auto type : {x_dtype_, w_dtype_, bias_dtype_, compute_}) args.collect(type);
+    args.collect(likely_);
+    for (const size_t input : {0, 1, 2}) args.cond(task_should_compute_output(input));
+  }
+
+  variable_list apply_with_saved(const variable_list& grads,
+                                 torch::dynamo::autograd::SwapSavedVariables& saved) override {
+    const auto swap = [&](auto&& swap_one) {
+      for (auto* variable : {&w_, &w_col_, &x_, &tape_}) swap_one(*variable);
+      swap_one(k_);
+    };
+    swap([&](auto& value) { saved.before(value); });
+    is_being_compiled_ = true;
+    const auto done = c10::make_scope_exit([&] { is_being_compiled_ = false; });
+    auto result = apply(variable_list(grads));
+    swap([&](auto& value) { saved.after(value); });
+    return result;
+  }
+
   void release_variables() override {
     std::lock_guard lock(mutex_);
     w_.reset_data();
@@ -84,7 +112,8 @@ class Fp8LinearBackward final : public torch::autograd::Node {
    public:
     explicit NoteOfRecord(const Fp8LinearBackward& node) : node_(node) {}
     ~NoteOfRecord() {
-      if (node_.records_ && node_.inputs_) node_.inputs_->record(is_done_ ? node_.input_ : SharedInput::new_number());
+      const bool notes = node_.records_ && node_.inputs_ && !node_.is_being_compiled_;
+      if (notes) node_.inputs_->record(is_done_ ? node_.input_ : SharedInput::new_number());
     }
     void done() { is_done_ = true; }
 
@@ -118,7 +147,7 @@ class Fp8LinearBackward final : public torch::autograd::Node {
                         .seeded = seeded_,
                         .likely = likely_,
                         .records = records_};
-    auto result = traced_ ? traced_backward(call) : call.run();
+    auto result = traced_ || is_being_compiled_ ? traced_backward(call) : call.run();
     note.done();
     return {std::move(result.dx), std::move(result.dw), std::move(result.db)};
   }
@@ -142,12 +171,13 @@ class Fp8LinearBackward final : public torch::autograd::Node {
   const at::ScalarType w_dtype_;
   const at::ScalarType bias_dtype_;
   const at::ScalarType compute_;
-  const c10::SymInt k_;
+  c10::SymInt k_;
   const LinearRecipe recipe_;
   const bool seeded_;
   const bool likely_;
   const bool records_;
   const bool traced_;
+  bool is_being_compiled_ = false;
   // Held as they are: a recomputation need not be in the scope, and must save as many tensors.
   ops::Made scope_w_;
   const std::shared_ptr<InputHistory> inputs_;

@@ -32,6 +32,10 @@ struct Region final : c10::DebugInfoBase, LinearRecipe, std::enable_shared_from_
 
   const std::vector<at::Tensor>& excluded() const { return excluded_; }
 
+  // What text_of has made last, of so many tables; guarded by its mutex.
+  mutable std::string text;
+  mutable std::size_t text_tables = 0;
+
  private:
   std::shared_ptr<const SmallProducts> small_;  // by name
   bool small_auto_;
