@@ -5,6 +5,8 @@
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <octavo/linear.h>
 
+#include <utility>
+
 #include "fp8_linear.h"
 #include "linear_state.h"
 #include "ops/device.h"
@@ -16,6 +18,7 @@ using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
 thread_local bool turned_down = false;
+thread_local std::vector<std::string> warnings;
 
 bool is_half(at::ScalarType dtype) { return dtype == at::kBFloat16 || dtype == at::kHalf; }
 
@@ -86,7 +89,7 @@ bool makes_graph() {
 
 // What on_fallback says of a linear that did not run in FP8.
 void answer_fallback(const Region& region, Outcome outcome, at::ScalarType w_type, bool computed,
-                     std::optional<at::ScalarType> compute) {
+                     std::optional<at::ScalarType> compute, bool traced) {
   if (region.on_fallback == OnFallback::kAllow || !is_fallback(outcome)) return;
   const bool wanted = compute && (is_half(*compute) || (*compute == at::kFloat && region.include_float32));
   if (!wanted || computed || all_in_high_precision(region.products)) return;
@@ -95,7 +98,13 @@ void answer_fallback(const Region& region, Outcome outcome, at::ScalarType w_typ
   TORCH_CHECK(region.on_fallback == OnFallback::kWarn, says,
               "; with on_fallback=\"warn\" or \"allow\" it runs as outside of the region, and so it does inside "
               "fp8_autocast(enabled=False)");
-  TORCH_WARN(says, "; it runs as outside of the region (on_fallback=\"allow\" says so in octavo.report() alone)");
+  const auto warning =
+      says + "; it runs as outside of the region (on_fallback=\"allow\" says so in octavo.report() alone)";
+  if (traced) {
+    warnings.push_back(warning);
+  } else {
+    TORCH_WARN(warning);
+  }
 }
 
 }  // namespace
@@ -113,10 +122,12 @@ std::optional<at::ScalarType> compute_type(const Tensor& x, const Tensor& w, con
 bool is_computed(const Tensor& w) { return !(w.is_view() ? w._base() : w).is_leaf(); }
 
 void turn_down(const Region& region, Outcome outcome, at::ScalarType w_type, bool computed,
-               std::optional<at::ScalarType> compute) {
+               std::optional<at::ScalarType> compute, bool traced) {
   count(-1, -1, -1, outcome);
-  answer_fallback(region, outcome, w_type, computed, compute);
+  answer_fallback(region, outcome, w_type, computed, compute, traced);
 }
+
+std::vector<std::string> take_warnings() { return std::exchange(warnings, {}); }
 
 TurnedDown::TurnedDown() : before_(turned_down) { turned_down = true; }
 TurnedDown::~TurnedDown() { turned_down = before_; }
@@ -128,7 +139,7 @@ Tensor try_fp8(const Region& region, const Tensor& x, const Tensor& w, const Opt
   // What the region excludes is no fallback either.
   const auto computed = [&] { return traced ? !traced->leaf : is_computed(w) || region.excludes(w); };
   if (const auto special = why_special(x, w, bias, traced)) {
-    turn_down(region, *special, w.scalar_type(), computed(), compute());
+    turn_down(region, *special, w.scalar_type(), computed(), compute(), traced);
     return {};
   }
   if (!is_well_formed(x, w, bias)) return {};
@@ -137,7 +148,7 @@ Tensor try_fp8(const Region& region, const Tensor& x, const Tensor& w, const Opt
   const auto outcome = decide(region, x, w, bias, *type, traced);
   // A graph's ops count their own calls; what it leaves alone is counted once.
   if (!traced || (!is_fp8(outcome) && makes_graph())) count_call(x, w, outcome);
-  if (!traced || makes_graph()) answer_fallback(region, outcome, w.scalar_type(), computed(), type);
+  if (!traced || makes_graph()) answer_fallback(region, outcome, w.scalar_type(), computed(), type, traced);
   return is_fp8(outcome) ? fp8_linear(x, w, bias, *type, region, traced) : Tensor();
 }
 

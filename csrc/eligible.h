@@ -7,6 +7,8 @@
 #include <ATen/ops/linear.h>
 
 #include <optional>
+#include <string>
+#include <vector>
 
 #include "compiled_linear.h"
 #include "region.h"
@@ -29,7 +31,10 @@ std::optional<at::ScalarType> compute_type(const at::Tensor& x, const at::Tensor
 // on_fallback says if it should have. What the user chose is no fallback, whatever would have stood in the way after
 // it. `computed`: its weight is the result of a computation.
 void turn_down(const Region& region, Outcome outcome, at::ScalarType w_type, bool computed,
-               std::optional<at::ScalarType> compute);
+               std::optional<at::ScalarType> compute, bool traced = false);
+// What on_fallback="warn" has said on this thread while graphs were made: in ops that Python calls, no warning reaches
+// Python's own. Empties it.
+std::vector<std::string> take_warnings();
 bool is_computed(const at::Tensor& w);
 
 // While one lives, a linear that was turned down goes on to PyTorch's implementation, which may come by here again.

@@ -50,7 +50,8 @@ Tensor linear_in_graph_autocast(const Tensor& x, const Tensor& w, const Optional
 void left_alone(std::string_view region, std::string_view reason, at::ScalarType w_type, bool computed,
                 at::ScalarType compute) {
   for (const auto outcome : {Outcome::kExcluded, Outcome::kSubclass, Outcome::kTransform})
-    if (reason == describe(outcome)) return turn_down(*region_by_text(region), outcome, w_type, computed, compute);
+    if (reason == describe(outcome))
+      return turn_down(*region_by_text(region), outcome, w_type, computed, compute, /*traced=*/true);
   TORCH_CHECK(false, "octavo: no linear is left alone because \"", reason, "\"");
 }
 
@@ -64,4 +65,7 @@ TORCH_LIBRARY_IMPL(octavo, AutocastCPU, m) {
 TORCH_LIBRARY_IMPL(octavo, AutocastCUDA, m) {
   m.impl("_linear", &octavo::linear_in_graph_autocast<c10::DeviceType::CUDA>);
 }
-TORCH_LIBRARY_IMPL(octavo, CatchAll, m) { m.impl("_left_alone", &octavo::left_alone); }
+TORCH_LIBRARY_IMPL(octavo, CatchAll, m) {
+  m.impl("_left_alone", &octavo::left_alone);
+  m.impl("_take_warnings", &octavo::take_warnings);
+}

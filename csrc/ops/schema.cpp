@@ -51,8 +51,10 @@ TORCH_LIBRARY(octavo, m) {
   // region (text_of in region.h), or as outside of all, where that is "". leaf: whose the weight is, None: no one's;
   // slice: its offset, sizes and strides if it is a part of that.
   m.def("_linear(Tensor x, Tensor w, Tensor? bias, str region, Tensor? leaf, SymInt[] slice) -> Tensor");
-  // That a graph leaves a linear alone, for a reason that the report has: counted, and more if on_fallback says so.
+  // That a graph leaves a linear alone, for a reason that the report has: counted, and more if on_fallback says so; and
+  // the warnings that have come of it while graphs were made.
   m.def("_left_alone(str region, str reason, ScalarType w_type, bool computed, ScalarType compute) -> ()");
+  m.def("_take_warnings() -> str[]");
   // What that becomes, if in FP8. recipe: text_of in policy.h. What is not wanted is a tensor of no elements.
   m.def(
       "_compiled_forward(Tensor x, Tensor w, Tensor? bias, Tensor? leaf, SymInt[] slice, str recipe, ScalarType "

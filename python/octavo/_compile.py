@@ -20,6 +20,7 @@ import importlib.abc
 import importlib.util
 import sys
 import types
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -45,8 +46,12 @@ class Backend:
                 setattr(self, attribute, getattr(self.compiler_fn, attribute))
 
     def __call__(self, graph: torch.fx.GraphModule, example_inputs: list[Any], **options: Any) -> Any:
-        _graph.put_in_linears(graph, self.region)
-        return self._backend(graph, example_inputs, **options)
+        try:
+            _graph.put_in_linears(graph, self.region)
+            return self._backend(graph, example_inputs, **options)
+        finally:
+            for message in torch.ops.octavo._take_warnings():
+                warnings.warn(message, stacklevel=2)
 
 
 _backends: weakref.WeakSet[Backend] = weakref.WeakSet()

@@ -83,8 +83,9 @@ class _Pass:
                 operands = _operands_of(node)
                 here = regions[-1]
                 if here.text and self._is_left_alone(here, operands, inputs, transforms > 0):
-                    continue
-                if here.text or len(regions) > 1:
+                    here = OUTSIDE
+                # In a transform a linear that is left alone stays what it is, for functorch to know.
+                if here.text or ((len(regions) > 1 or region.text) and transforms == 0):
                     _replace(graph, node, operands, here, inputs)
             elif node.op == "call_function" and regions[-1].text and _opaque_calls.is_opaque(node.target):
                 self._replace_inside(node, regions[-1], inputs)

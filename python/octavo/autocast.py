@@ -24,7 +24,7 @@ class fp8_autocast(contextlib.ContextDecorator):
     Eligible are linears of bf16 or fp16 operands, given so or made so by torch.autocast. Nests, inherits nothing from
     the region around it, and restores what was there before, also after an exception. Also a decorator. Compiled
     callables (torch.compile) that are called inside have graphs of their own there; a compiled function may also enter
-    it, where `exclude` breaks the graph.
+    it, where `exclude`, and making a recipe object there, break the graph.
 
     Args:
         enabled: False makes a region in which nothing runs in FP8, whatever surrounds it.

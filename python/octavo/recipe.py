@@ -57,12 +57,12 @@ def _check_small(small: Any) -> None:
         )
 
 
-_by_key: weakref.WeakValueDictionary[str, FP8Recipe] = weakref.WeakValueDictionary()
+_alive: weakref.WeakValueDictionary[int, FP8Recipe] = weakref.WeakValueDictionary()  # by identity: equal ones too
 
 
 def recipe_by_key(key: str) -> FP8Recipe:
-    """A recipe that is still there, or one that is equal to it."""
-    return _by_key[key]
+    """Some recipe of that key that is still there."""
+    return next(recipe for recipe in list(_alive.values()) if recipe._key_text == key)
 
 
 class _FrozenWhenMade(type):
@@ -73,7 +73,7 @@ class _FrozenWhenMade(type):
         # Once: regions ask for it each time they are entered, and it may have to read a tensor's values.
         object.__setattr__(made, "_text", made._identify())  # raises where an attribute cannot be compared
         object.__setattr__(made, "_key_text", repr(made._key()))
-        _by_key[made._key_text] = made
+        _alive[id(made)] = made
         return made
 
 
