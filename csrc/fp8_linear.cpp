@@ -45,6 +45,7 @@ class Fp8LinearBackward final : public torch::autograd::Node {
         w_col_(call.needs_dx ? saved.w_col : Tensor(), false),
         x_(saved.x, false),
         tape_(saved.tape, false),
+        device_(call.x.device().type()),
         x_dtype_(call.x.scalar_type()),
         w_dtype_(call.w.scalar_type()),
         bias_dtype_(call.bias ? call.bias->scalar_type() : call.compute),
@@ -73,6 +74,10 @@ class Fp8LinearBackward final : public torch::autograd::Node {
   // Compiled autograd asks for what its graph depends on, in every backward, and makes the graph from `apply` in the
   // first.
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        device_ == c10::kCPU,
+        "octavo: compiled autograd takes FP8 linears on a GPU only where their forward is "
+        "compiled too; call torch.compile on the model, or backward outside of compiled autograd");
     if (records_ && inputs_) inputs_->record(input_);  // here, since the graph's own record runs unseen
     for (const auto* variable : {&w_, &w_col_, &x_, &tape_}) args.collect(*variable, false);
     args.collect(text_of(recipe_));
@@ -167,6 +172,7 @@ class Fp8LinearBackward final : public torch::autograd::Node {
   SavedVariable w_col_;
   SavedVariable x_;
   SavedVariable tape_;
+  const c10::DeviceType device_;
   const at::ScalarType x_dtype_;
   const at::ScalarType w_dtype_;
   const at::ScalarType bias_dtype_;

@@ -42,8 +42,13 @@ def batches(count: int = STEPS) -> Tensor:
     return torch.randn(count, 200, 136, device="cuda", dtype=BF16)
 
 
+Run = tuple[list[Tensor], list[tuple[Tensor, dict | None]]]  # losses, and each parameter with its state
+
+
 class Training:
     """A model, its optimizer, and the input that a captured step reads."""
+
+    keeps_gradients = True  # their tensors, which a graph of PyTorch's own must not find in its memory
 
     def __init__(self, region: Callable[[], octavo.fp8_autocast]) -> None:
         self.model = model()
@@ -57,7 +62,7 @@ class Training:
         return (y.float() - self.input.float()).square().mean()
 
     def forward_backward(self) -> Tensor:
-        self.optimizer.zero_grad(set_to_none=False)
+        self.optimizer.zero_grad(set_to_none=not self.keeps_gradients)
         loss = self.loss()
         loss.backward()
         return loss.detach()
@@ -82,23 +87,26 @@ class Training:
         self.input.copy_(x)
         return what()
 
+    def run(self, losses: list[Tensor]) -> Run:
+        parameters = list(self.model.parameters())
+        return losses, [(p.detach().clone(), snapshot(p) if p.dim() == 2 else None) for p in parameters]
+
 
 def region_of(recipe: str, **options: bool) -> Callable[[], octavo.fp8_autocast]:
     return lambda: octavo.fp8_autocast(recipe=RECIPES[recipe], **options)
 
 
-def eager(region: Callable[[], octavo.fp8_autocast]) -> tuple[list[Tensor], Training]:
+def eager(region: Callable[[], octavo.fp8_autocast]) -> Run:
     training = Training(region)
-    return [training.on(x, training.step).clone() for x in batches()], training
+    return training.run([training.on(x, training.step).clone() for x in batches()])
 
 
-def assert_equal(got: tuple[list[Tensor], Training], expected: tuple[list[Tensor], Training]) -> None:
+def assert_equal(got: Run, expected: Run) -> None:
     for step, (loss, wanted) in enumerate(zip(got[0], expected[0], strict=True)):
         assert torch.equal(loss, wanted), f"step {step}: {loss.item()} and {wanted.item()}"
-    for parameter, wanted in zip(got[1].model.parameters(), expected[1].model.parameters(), strict=True):
+    for (parameter, state), (wanted, wanted_state) in zip(got[1], expected[1], strict=True):
         assert torch.equal(parameter, wanted)
-        if parameter.dim() == 2:
-            assert_same_state(snapshot(parameter), snapshot(wanted))
+        assert_same_state(state, wanted_state)
 
 
 @pytest.mark.parametrize("keep", [False, True])
@@ -110,7 +118,7 @@ def test_a_captured_step(stream: torch.cuda.Stream, recipe: str, keep: bool) -> 
     losses = [training.on(x, training.step).clone() for x in batches()[:3]]
     replay = training.capture(training.step, stream)
     losses += [training.on(x, replay) for x in batches()[3:]]
-    assert_equal((losses, training), eager(region))
+    assert_equal(training.run(losses), eager(region))
 
 
 def test_the_step_outside_of_the_graph(stream: torch.cuda.Stream) -> None:
@@ -122,13 +130,13 @@ def test_the_step_outside_of_the_graph(stream: torch.cuda.Stream) -> None:
     for x in batches()[3:]:
         losses.append(training.on(x, replay))
         training.optimizer.step()
-    assert_equal((losses, training), eager(region))
+    assert_equal(training.run(losses), eager(region))
 
 
 def test_several_replays_before_a_step(stream: torch.cuda.Stream) -> None:
     """Micro-batches: the amaxes of all of them count in one advance."""
 
-    def run(captured: bool) -> tuple[list[Tensor], Training]:
+    def run(captured: bool) -> Run:
         training = Training(region_of("delayed"))
 
         def micro() -> Tensor:
@@ -147,7 +155,7 @@ def test_several_replays_before_a_step(stream: torch.cuda.Stream) -> None:
             micro = training.capture(micro, stream)
         for x in batches()[2:]:
             losses += accumulate(micro, x)
-        return losses, training
+        return training.run(losses)
 
     assert_equal(run(captured=True), run(captured=False))
 
@@ -164,20 +172,20 @@ def test_evaluation_between_replays(stream: torch.cuda.Stream) -> None:
             training.model(x * 100)
         with torch.no_grad(), region():
             training.model(x * 100)
-    assert_equal((losses, training), eager(region))
+    assert_equal(training.run(losses), eager(region))
 
 
 def test_a_reset_between_replays(stream: torch.cuda.Stream) -> None:
     """The next replay measures its own tensors, as an eager step after a reset does, and the one after it has steps."""
 
-    def run(captured: bool) -> tuple[list[Tensor], Training]:
+    def run(captured: bool) -> Run:
         training = Training(region_of("delayed"))
         losses = [training.on(x, training.step).clone() for x in batches()[:3]]
         step = training.capture(training.step, stream) if captured else training.step
         losses += [training.on(x, step).clone() for x in batches()[3:5]]
         octavo.fp8_state().reset()
         losses += [training.on(x * 50, step).clone() for x in batches()[5:]]
-        return losses, training
+        return training.run(losses)
 
     assert_equal(run(captured=True), run(captured=False))
 
@@ -185,7 +193,7 @@ def test_a_reset_between_replays(stream: torch.cuda.Stream) -> None:
 def test_graphed_callables(stream: torch.cuda.Stream) -> None:
     """torch.cuda.make_graphed_callables inside a region: its forward and its backward are replayed, FP8 in both."""
 
-    def run(captured: bool) -> tuple[list[Tensor], Training]:
+    def run(captured: bool) -> Run:
         training = Training(region_of("delayed"))
         losses = [training.on(x, training.step).clone() for x in batches()[:3]]
         if captured:
@@ -194,7 +202,7 @@ def test_graphed_callables(stream: torch.cuda.Stream) -> None:
                 training.model = torch.cuda.make_graphed_callables(training.model, (sample,))
         octavo.fp8_state().reset()  # what its own warm-up has recorded, in one and not in the other
         losses += [training.on(x, training.step).clone() for x in batches()[3:]]
-        return losses, training
+        return training.run(losses)
 
     assert_equal(run(captured=True), run(captured=False))
 
@@ -223,7 +231,7 @@ def test_a_graph_leaves_the_arena_alone(stream: torch.cuda.Stream) -> None:
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     losses += [training.on(x, training.step).clone() for x in batches()[6:]]
-    assert_equal((losses, training), eager(region))
+    assert_equal(training.run(losses), eager(region))
 
 
 # CUDA graphs of torch.compile ---------------------------------------------------------------------------------------
@@ -240,8 +248,9 @@ def dynamo() -> Iterator[None]:
 def test_reduce_overhead(dynamo: None, recipe: str) -> None:
     """Graph trees: training, an evaluation between two steps, training again."""
 
-    def run(compiled: bool) -> tuple[list[Tensor], Training]:
+    def run(compiled: bool) -> Run:
         training = Training(region_of(recipe))
+        training.keeps_gradients = False
         plain = training.model
         if compiled:
             training.model = torch.compile(training.model, mode="reduce-overhead", fullgraph=True)
@@ -254,7 +263,7 @@ def test_reduce_overhead(dynamo: None, recipe: str) -> None:
                     torch.compiler.cudagraph_mark_step_begin()
                     losses.append(training.model(x * 10).float().sum())
         training.model = plain
-        return losses, training
+        return training.run(losses)
 
     octavo.report(reset=True)
     got = run(compiled=True)
@@ -265,7 +274,7 @@ def test_reduce_overhead(dynamo: None, recipe: str) -> None:
 def test_several_forwards_of_graph_trees_before_a_backward(dynamo: None) -> None:
     """Each forward has its own tape, and the backwards record all of them."""
 
-    def run(compiled: bool) -> tuple[list[Tensor], Training]:
+    def run(compiled: bool) -> Run:
         training = Training(region_of("delayed"))
         plain = training.model
         forward = torch.compile(plain, mode="reduce-overhead") if compiled else plain
@@ -279,6 +288,6 @@ def test_several_forwards_of_graph_trees_before_a_backward(dynamo: None) -> None
             losses.append(loss.detach().clone())
             training.optimizer.step()
             training.optimizer.zero_grad(set_to_none=False)
-        return losses, training
+        return training.run(losses)
 
     assert_equal(run(compiled=True), run(compiled=False))
